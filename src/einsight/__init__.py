@@ -1,0 +1,1 @@
+"""Attention as pure linear algebra."""
