@@ -8,7 +8,7 @@ namespace EINSIGHT_LEVEL {
 
 static void begin(const Request &a, const Task &task, const Sight &s, Workspace &work, Rows &rows) {
   int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
-  float factor = a.softcap > 0 ? a.scale / a.softcap : a.scale * kLog2e;
+  float factor = a.softcap > 0 ? a.scale / a.softcap : a.scale;
   rows.count = task.row_end - task.row_begin;
   for (int64_t r = 0; r < rows.count; r++) {
     by_dtype(a.dtype, [&](auto element) {
@@ -32,6 +32,8 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
 static void score_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
                        int64_t tile_begin, float *scores, int64_t stride) {
   int64_t query_stride = round_up(a.d, kMaxWidth);
+  // A long chain of additions loses bits; where the products cost nothing (decoding), chains are kept short.
+  int64_t slab = rows.count <= kGroup ? 16 : 64;
   float ignored[kGroup * kMaxWidth] = {};
   fill(work.tile_max, 0, rows.count * kMaxWidth, -kInfinity);
   for (int64_t key = most(tile_begin, s.block_lo / kPanel * kPanel); key < least(tile_begin + kTile, s.block_hi);
@@ -42,7 +44,7 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
       bool plain = s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel && !(a.softcap > 0) && !a.slopes;
       float *to = scores + first * stride + key - tile_begin, *top = work.tile_max + first * kMaxWidth;
       kScorePanel[count - 1](work.query + first * query_stride, query_stride,
-                             tile.keys + (key - tile_begin) * a.d, a.d, to, stride, plain ? top : ignored);
+                             tile.keys + (key - tile_begin) * a.d, a.d, slab, to, stride, plain ? top : ignored);
       if (plain) continue;
       for (int64_t r = 0; r < count; r++) adjust(a, s, first + r, key, to + r * stride, top + r * kMaxWidth);
     }
@@ -93,7 +95,7 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
         for (int64_t k = W; k < kMaxWidth; k += W)
           top = larger(max_lanes(load(work.tile_max + r * kMaxWidth + k)), top);
         rows.largest[r] = larger(top, rows.largest[r]);
-        correction[r - first] = move_reference(a, rows, r, top);
+        correction[r - first] = move_reference(a, rows, r, top * kLog2e);
         float reference = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
         if (a.keeps_weights()) rows.tile_reference[t * rows.rows_stride + r] = reference;
         if (a.scores)

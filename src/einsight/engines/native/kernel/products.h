@@ -28,21 +28,30 @@ INLINE void multiply(const float *a, int64_t a_stride, const float *b, int64_t b
 }
 
 // scores[r][0..63] = query rows . keys of a panel; tile_max takes the largest of each lane.
+// The sum over d is cut into slabs, each a chain of its own.
 template <int rows>
-void score_panel(const float *query, int64_t query_stride, const float *keys, int64_t d, float *scores,
+void score_panel(const float *query, int64_t query_stride, const float *keys, int64_t d, int64_t slab, float *scores,
                  int64_t scores_stride, float *tile_max) {
   for (int column = 0; column < kPanel; column += kColumns * W) {
-    Vec c[rows][kColumns] = {};
-    multiply<rows, kColumns>(query, query_stride, keys + column, kPanel, d, c);
+    for (int64_t k = 0; k < d; k += slab) {
+      bool last = k + slab >= d;
+      Vec c[rows][kColumns] = {};
+      multiply<rows, kColumns>(query + k, query_stride, keys + k * kPanel + column, kPanel, last ? d - k : slab, c);
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-      Vec top = load(tile_max + r * kMaxWidth);
+      for (int r = 0; r < rows; r++) {
+        float *to = scores + r * scores_stride + column;
 #pragma GCC unroll 4
-      for (int v = 0; v < kColumns; v++) {
-        store(scores + r * scores_stride + column + v * W, c[r][v]);
-        top = larger(c[r][v], top);
+        for (int v = 0; v < kColumns; v++) {
+          if (k > 0) c[r][v] += load(to + v * W);
+          store(to + v * W, c[r][v]);
+        }
+        if (last) {
+          Vec top = load(tile_max + r * kMaxWidth);
+#pragma GCC unroll 4
+          for (int v = 0; v < kColumns; v++) top = larger(c[r][v], top);
+          store(tile_max + r * kMaxWidth, top);
+        }
       }
-      store(tile_max + r * kMaxWidth, top);
     }
   }
 }
@@ -51,19 +60,18 @@ void score_panel(const float *query, int64_t query_stride, const float *keys, in
 template <int rows, int columns>
 void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t keys, float *output,
                 int64_t output_stride, const float *correction) {
-  Vec c[rows][columns];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < columns; v++) c[r][v] = load(output + r * output_stride + v * W) * correction[r];
+  Vec c[rows][columns] = {};
   multiply<rows, columns>(weights, weights_stride, values, columns * W, keys, c);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < columns; v++) store(output + r * output_stride + v * W, c[r][v]);
+    for (int v = 0; v < columns; v++) {
+      float *to = output + r * output_stride + v * W;
+      store(to, load(to) * correction[r] + c[r][v]);
+    }
 }
 
-typedef void (*ScorePanel)(const float *, int64_t, const float *, int64_t, float *, int64_t, float *);
+typedef void (*ScorePanel)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, float *);
 typedef void (*AddValues)(const float *, int64_t, const float *, int64_t, float *, int64_t, const float *);
 
 constexpr ScorePanel kScorePanel[kGroup] = {score_panel<1>, score_panel<2>, score_panel<3>,

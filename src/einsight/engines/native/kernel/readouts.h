@@ -7,18 +7,18 @@ extern "C" float logf(float);
 namespace einsight {
 namespace EINSIGHT_LEVEL {
 
-inline void write_output(const Request &a, int64_t at, const float *row, float factor) {
+inline void write_output(const Request &a, int64_t at, const float *row, float total) {
   if (a.dtype == Dtype::float32) {
     float *to = (float *)a.output + at;
     int64_t k = 0;
-    for (; k + W <= a.e; k += W) store(to + k, load(row + k) * factor);
-    for (; k < a.e; k++) to[k] = row[k] * factor;
+    for (; k + W <= a.e; k += W) store(to + k, load(row + k) / total);
+    for (; k < a.e; k++) to[k] = row[k] / total;
   } else {
     uint16_t *to = (uint16_t *)a.output + at;
     if (a.dtype == Dtype::bfloat16)
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_bfloat16(row[k] * factor);
+      for (int64_t k = 0; k < a.e; k++) to[k] = to_bfloat16(row[k] / total);
     else
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] * factor);
+      for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] / total);
   }
 }
 
@@ -35,10 +35,10 @@ inline float tile_factor(const Rows &rows, int64_t r, int64_t tile, float invers
 template <int count>
 INLINE void add_rows(const float *const *from, const float *factor, float *to, int64_t begin, int64_t end) {
   for (int64_t j = begin; j < end; j += W) {
-    Vec sum = load(to + j);
+    Vec sum = load(from[0] + j) * factor[0];
 #pragma GCC unroll 6
-    for (int n = 0; n < count; n++) sum += load(from[n] + j) * factor[n];
-    store(to + j, sum);
+    for (int n = 1; n < count; n++) sum += load(from[n] + j) * factor[n];
+    store(to + j, load(to + j) + sum);
   }
 }
 
@@ -55,12 +55,12 @@ inline void write_weights(const Request &a, const Rows &rows, const Sight &s, in
   fill(to, s.hi[r], a.j, 0.f);
 }
 
-// Scores of one row's tile, back from powers of two; what the row does not see is filled in at the end.
+// Scores of one row's tile; what the row does not see is filled in at the end.
 inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t tile, int64_t at, const float *from) {
   float *to = a.scores + at;
   int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
-  for (; j + W <= end; j += W) store(to + j, load(from + j) * kLn2);
-  for (; j < end; j++) to[j] = from[j] * kLn2;
+  for (; j + W <= end; j += W) store(to + j, load(from + j));
+  for (; j < end; j++) to[j] = from[j];
 }
 
 // Adds the weights of a group's rows of one head to sums over queries.
@@ -104,10 +104,10 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
     if (a.sink) total += exp2_nonpositive(a.sink[s.head[r]] * kLog2e - (reference == -kInfinity ? 0.f : reference));
     inverse[r] = total == 0.f ? 0.f : 1.f / total;
     float log = total == 0.f ? -kInfinity : logf(total);
-    if (a.output) write_output(a, row * a.e, rows.output + r * padded, inverse[r]);
+    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total == 0.f ? 1.f : total);
     if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : reference * kLn2 + log;
     // NaN loses every comparison, so it has to be put back into the maximum.
-    if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * kLn2;
+    if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r];
     if (a.entropy) {
       float moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
       a.entropy[row] = total == 0.f ? 0.f : (sum * log - moment) * inverse[r];

@@ -45,15 +45,15 @@ struct Packed {
   uint8_t *unsafe;       // per tile: some value is NaN or infinite
 };
 
-// The running softmax of a block of rows. Everything is in powers of two: scores carry a factor log2(e).
+// The running softmax of a block of rows. References are in powers of two: they carry a factor log2(e).
 struct Rows {
   int64_t count;
-  float *reference;      // [rows] what exponents are taken relative to: the largest score so far, or the sink
+  float *reference;      // [rows] what exponents are relative to: log2(e) times the largest score so far, or the sink
   float *largest;        // [rows] the largest score so far, without the sink
-  float *sum;            // [rows][16] lanes of the sum of exp2(score - reference)
-  float *moment;         // [rows][16] lanes of the sum of exp2(score - reference) * (score - reference)
+  float *sum;            // [rows][16] lanes of the sum of exp2(x), x = score * log2(e) - reference
+  float *moment;         // [rows][16] lanes of the sum of exp2(x) * x
   float *output;         // [rows][padded e]
-  float *weights;        // [rows][weights_stride] exp2(score - reference of its tile), first column is key `origin`
+  float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile; first column is key `origin`
   int64_t weights_stride, origin;
   float *tile_reference; // [tile][rows_stride] the reference that `weights` was written with
   int64_t rows_stride;

@@ -27,7 +27,7 @@ inline Sight look(const Request &a, const Task &task) {
     if (lo >= hi) lo = hi = 0;
     s.query[r] = query, s.head[r] = head, s.lo[r] = lo, s.hi[r] = hi;
     if (a.slopes) {
-      s.slope[r] = a.slopes[head] * kLog2e;
+      s.slope[r] = a.slopes[head];
       s.position[r] = a.positions[task.batch * a.positions_stride[0] + query * a.positions_stride[1]];
     }
     int64_t group = r / kGroup, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
@@ -51,7 +51,7 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, flo
   for (int column = 0; column < kPanel; column += W) {
     Vec x = load(scores + column);
     Int n = iota() + column;
-    if (a.softcap > 0) x = tanh(x) * (a.softcap * kLog2e);
+    if (a.softcap > 0) x = tanh(x) * a.softcap;
     if (a.slopes) {
       Vec distance = s.position[r] - (float)key - __builtin_convertvector(n, Vec);
       x -= (Vec)(bits(distance) & 0x7fffffffu) * s.slope[r];
@@ -63,14 +63,14 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, flo
   store(tile_max, larger(top, load(tile_max)));
 }
 
-// Replaces scores by exp2(scores - reference); adds them up by lanes. A row whose scores are all -inf gets zeros.
+// Replaces scores by exp2(scores * log2(e) - reference); adds them up by lanes. -inf becomes an exact 0.
 template <bool with_moment>
 inline void exponentials(float *scores, int64_t n, float reference, float *sum, float *moment) {
   Vec minus = all(reference), total[4] = {}, first[4] = {};
   for (int64_t k = 0; k < n; k += 4 * W) {
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
-      Vec x = load(scores + k + v * W) - minus;
+      Vec x = load(scores + k + v * W) * kLog2e - minus;
       Vec y = exp2_nonpositive(x);
       store(scores + k + v * W, y);
       total[v] += y;
