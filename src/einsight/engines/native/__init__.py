@@ -48,12 +48,12 @@ def refuses(problem: Problem) -> str | None:
         return f"it runs on CPUs, and the tensors are on {problem.device}; write query.cpu()"
     if problem.query.dtype not in _DTYPES:
         return f"it computes in float32, and query is {problem.query.dtype}; write query.float()"
+    if problem.score_mod is not None:
+        return "it can't call score_mod"
     if problem.needs_grad:
         return "it has no derivatives yet; under torch.no_grad() it runs"
     if problem.dropout:
         return "it has no dropout"
-    if problem.score_mod is not None:
-        return "it can't call score_mod"
     if problem.bias is not None and type(problem.bias) is not Alibi:
         return "of biases it has only alibi"
     for readout in problem.readouts:

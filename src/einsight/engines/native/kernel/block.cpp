@@ -8,14 +8,13 @@ namespace EINSIGHT_LEVEL {
 
 static void begin(const Request &a, const Task &task, const Sight &s, Workspace &work, Rows &rows) {
   int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
-  float factor = a.softcap > 0 ? a.scale / a.softcap : a.scale;
   rows.count = task.row_end - task.row_begin;
   for (int64_t r = 0; r < rows.count; r++) {
     by_dtype(a.dtype, [&](auto element) {
-      pack_query<dtype_of(decltype(element){})>(a, task.batch, s.head[r], s.query[r], factor,
+      pack_query<dtype_of(decltype(element){})>(a, task.batch, s.head[r], s.query[r], a.query_factor(),
                                                 work.query + r * query_stride);
     });
-    rows.reference[r] = a.sink ? a.sink[s.head[r]] * kLog2e : -kInfinity;
+    rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
     rows.largest[r] = -kInfinity;
   }
   fill(rows.sum, 0, rows.count * kMaxWidth, 0.f);
@@ -41,7 +40,7 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
     for (int64_t first = 0, group = 0; first < rows.count; first += kGroup, group++) {
       if (s.group_hi[group] <= key || s.group_lo[group] >= key + kPanel) continue;
       int64_t count = least(kGroup, rows.count - first);
-      bool plain = s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel && !(a.softcap > 0) && !a.slopes;
+      bool plain = s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel && !a.adjusted();
       float *to = scores + first * stride + key - tile_begin, *top = work.tile_max + first * kMaxWidth;
       kScorePanel[count - 1](work.query + first * query_stride, query_stride,
                              tile.keys + (key - tile_begin) * a.d, a.d, slab, to, stride, plain ? top : ignored);
@@ -95,13 +94,13 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
         for (int64_t k = W; k < kMaxWidth; k += W)
           top = larger(max_lanes(load(work.tile_max + r * kMaxWidth + k)), top);
         rows.largest[r] = larger(top, rows.largest[r]);
-        correction[r - first] = move_reference(a, rows, r, top * kLog2e);
+        correction[r - first] = move_reference(a, rows, r, top);
         float reference = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
         if (a.keeps_weights()) rows.tile_reference[t * rows.rows_stride + r] = reference;
         if (a.scores)
           write_scores(a, s, r, t, ((task.batch * a.h + s.head[r]) * a.i + s.query[r]) * a.j, row - t * kTile);
         (a.entropy ? exponentials<true> : exponentials<false>)(row + span.begin - t * kTile, span.end - span.begin,
-                                                               reference, rows.sum + r * kMaxWidth,
+                                                               reference, a.unit() * kLog2e, rows.sum + r * kMaxWidth,
                                                                rows.moment + r * kMaxWidth);
       }
       if (a.value) value_tile(a, s, rows, tile, t * kTile, first, scores + first * stride, stride, correction);

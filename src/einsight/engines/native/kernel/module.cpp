@@ -77,7 +77,8 @@ template <int n> static const void *input(nb::handle tensor, int64_t (&stride)[n
   if (t.ndim != n) throw std::invalid_argument("expected a tensor of " + std::to_string(n) + " dimensions");
   // A dimension of one element may be broadcast, whatever stride it carries.
   for (int k = 0; k < n; k++) stride[k] = t.shape[k] == 1 ? 0 : t.strides[k];
-  return t.address();
+  static const float nothing = 0;  // an empty tensor has no address, but null means that there is no tensor
+  return t.address() ? t.address() : &nothing;
 }
 
 template <class T> static const T *vector(nb::handle tensor) {

@@ -27,9 +27,10 @@ inline void fill(float *to, int64_t begin, int64_t end, float x) {
 }
 
 // The factor that turns kept exponentials of a tile into weights.
-inline float tile_factor(const Rows &rows, int64_t r, int64_t tile, float inverse) {
+inline float tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, float inverse) {
   float now = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
-  return exp2_nonpositive(rows.tile_reference[tile * rows.rows_stride + r] - now) * inverse;
+  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - now) * (a.unit() * kLog2e);
+  return exp2_nonpositive(shift) * inverse;
 }
 
 template <int count>
@@ -47,7 +48,7 @@ inline void write_weights(const Request &a, const Rows &rows, const Sight &s, in
   const float *from = rows.weights + r * rows.weights_stride - rows.origin;
   fill(to, 0, s.lo[r], 0.f);
   for (int64_t tile = s.lo[r] / kTile; tile * kTile < s.hi[r]; tile++) {
-    float factor = tile_factor(rows, r, tile, inverse);
+    float factor = tile_factor(a, rows, r, tile, inverse);
     int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
     for (; j + W <= end; j += W) store(to + j, load(from + j) * factor);
     for (; j < end; j++) to[j] = from[j] * factor;
@@ -59,8 +60,8 @@ inline void write_weights(const Request &a, const Rows &rows, const Sight &s, in
 inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t tile, int64_t at, const float *from) {
   float *to = a.scores + at;
   int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
-  for (; j + W <= end; j += W) store(to + j, load(from + j));
-  for (; j < end; j++) to[j] = from[j];
+  for (; j + W <= end; j += W) store(to + j, load(from + j) * a.unit());
+  for (; j < end; j++) to[j] = from[j] * a.unit();
 }
 
 // Adds the weights of a group's rows of one head to sums over queries.
@@ -79,7 +80,7 @@ inline void add_received(const Request &a, const Rows &rows, const Sight &s, int
       int64_t r = chosen[n];
       lo[n] = most(s.lo[r], tile * kTile), hi[n] = least(s.hi[r], (tile + 1) * kTile);
       from[n] = rows.weights + r * rows.weights_stride - rows.origin;
-      factor[n] = lo[n] < hi[n] ? tile_factor(rows, r, tile, inverse[r]) : 0.f;
+      factor[n] = lo[n] < hi[n] ? tile_factor(a, rows, r, tile, inverse[r]) : 0.f;
       alike = alike && lo[n] < hi[n] && lo[n] / kPanel == lo[0] / kPanel &&
               round_up(hi[n], kPanel) == round_up(hi[0], kPanel) && factor[n] - factor[n] == 0.f;
     }
@@ -101,13 +102,14 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
   for (int64_t r = 0; r < rows.count; r++) {
     int64_t row = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
     float reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth)), total = sum;
-    if (a.sink) total += exp2_nonpositive(a.sink[s.head[r]] * kLog2e - (reference == -kInfinity ? 0.f : reference));
+    if (a.sink && reference > -kInfinity)
+      total += exp2_nonpositive((a.sink[s.head[r]] / a.unit() - reference) * (a.unit() * kLog2e));
     inverse[r] = total == 0.f ? 0.f : 1.f / total;
     float log = total == 0.f ? -kInfinity : logf(total);
     if (a.output) write_output(a, row * a.e, rows.output + r * padded, total == 0.f ? 1.f : total);
-    if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : reference * kLn2 + log;
+    if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : reference * a.unit() + log;
     // NaN loses every comparison, so it has to be put back into the maximum.
-    if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r];
+    if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();
     if (a.entropy) {
       float moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
       a.entropy[row] = total == 0.f ? 0.f : (sum * log - moment) * inverse[r];

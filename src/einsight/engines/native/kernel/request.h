@@ -28,6 +28,16 @@ struct Request {
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
   bool keeps_weights() const { return received || weights; }
+
+  // Scores are stored without the scale, which then costs no step of its own: it is part of the factor between
+  // differences of scores and exponents of 2. Only its sign goes into the query. Where softcap or alibi ask for a
+  // step anyway, it applies the scale as well; so does the query where a scale is too small to divide by.
+  bool adjusted() const { return softcap > 0 || slopes; }
+  float query_factor() const { return adjusted() ? 1.f : unit() == 1.f ? scale : scale < 0 ? -1.f : 1.f; }
+  float unit() const {  // a score is a stored score times this
+    float size = scale < 0 ? -scale : scale;
+    return adjusted() || size < 1e-9f ? 1.f : size;
+  }
 };
 
 constexpr int kGroup = 6;    // query rows in one register tile
@@ -45,12 +55,12 @@ struct Packed {
   uint8_t *unsafe;       // per tile: some value is NaN or infinite
 };
 
-// The running softmax of a block of rows. References are in powers of two: they carry a factor log2(e).
+// The running softmax of a block of rows. Scores are as stored: see Request::unit.
 struct Rows {
   int64_t count;
-  float *reference;      // [rows] what exponents are relative to: log2(e) times the largest score so far, or the sink
+  float *reference;      // [rows] what exponents are relative to: the largest score so far, or the sink
   float *largest;        // [rows] the largest score so far, without the sink
-  float *sum;            // [rows][16] lanes of the sum of exp2(x), x = score * log2(e) - reference
+  float *sum;            // [rows][16] lanes of the sum of exp2(x), x = (score - reference) * unit * log2(e)
   float *moment;         // [rows][16] lanes of the sum of exp2(x) * x
   float *output;         // [rows][padded e]
   float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile; first column is key `origin`

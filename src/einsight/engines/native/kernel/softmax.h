@@ -51,7 +51,8 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, flo
   for (int column = 0; column < kPanel; column += W) {
     Vec x = load(scores + column);
     Int n = iota() + column;
-    if (a.softcap > 0) x = tanh(x) * a.softcap;
+    if (a.adjusted()) x = x * a.scale;
+    if (a.softcap > 0) x = tanh(x / a.softcap) * a.softcap;
     if (a.slopes) {
       Vec distance = s.position[r] - (float)key - __builtin_convertvector(n, Vec);
       x -= (Vec)(bits(distance) & 0x7fffffffu) * s.slope[r];
@@ -63,14 +64,16 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, flo
   store(tile_max, larger(top, load(tile_max)));
 }
 
-// Replaces scores by exp2(scores * log2(e) - reference); adds them up by lanes. -inf becomes an exact 0.
+// Replaces scores by exp2((scores - reference) * unit); adds them up by lanes. -inf becomes an exact 0, the
+// reference itself an exact 1.
 template <bool with_moment>
-inline void exponentials(float *scores, int64_t n, float reference, float *sum, float *moment) {
+inline void exponentials(float *scores, int64_t n, float reference, float unit, float *sum, float *moment) {
   Vec minus = all(reference), total[4] = {}, first[4] = {};
   for (int64_t k = 0; k < n; k += 4 * W) {
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
-      Vec x = load(scores + k + v * W) * kLog2e - minus;
+      Vec x = load(scores + k + v * W) - minus;
+      x = x * unit;
       Vec y = exp2_nonpositive(x);
       store(scores + k + v * W, y);
       total[v] += y;
@@ -86,7 +89,7 @@ inline void exponentials(float *scores, int64_t n, float reference, float *sum, 
 inline float move_reference(const Request &a, const Rows &rows, int64_t r, float score) {
   float before = rows.reference[r], now = larger(score, before);
   rows.reference[r] = now;
-  float base = now == -kInfinity ? 0.f : now, shift = before - base;
+  float base = now == -kInfinity ? 0.f : now, shift = (before - base) * (a.unit() * kLog2e);
   float factor = exp2_nonpositive(shift);
   float *sum = rows.sum + r * kMaxWidth, *moment = rows.moment + r * kMaxWidth;
   if (factor != 1.f) {
