@@ -61,8 +61,9 @@ static void value_tile(const Request &a, const Sight &s, const Rows &rows, const
     float *to = rows.output + first * panels.padded() + begin;
     auto add = [&](int64_t r, int64_t rows_at_once, int64_t lo, int64_t hi) {
       lo = most(lo - tile_begin, 0), hi = most(least(hi - tile_begin, kTile), lo);
-      kAddValues[rows_at_once - 1][columns - 1](weights + r * stride + lo, stride,
-                                                tile.values + begin * kTile + lo * width, hi - lo,
+      int64_t row = tile.value_row ? tile.value_row : width;
+      auto values = tile.values + begin * (tile.value_row ? 1 : kTile) + lo * row;
+      kAddValues[rows_at_once - 1][columns - 1](weights + r * stride + lo, stride, values, row, hi - lo,
                                                 to + r * panels.padded(), panels.padded(), correction + r);
     };
     if (!tile.unsafe) add(0, count, s.group_lo[group], s.group_hi[group]);

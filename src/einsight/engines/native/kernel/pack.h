@@ -14,6 +14,8 @@ struct ValuePanels {
   int64_t padded() const { return vectors * W; }
 };
 
+constexpr int64_t kAhead = 16;  // keys between what is packed and what is asked of memory
+
 template <Dtype dtype>
 void pack_query(const Request &a, int64_t batch, int64_t head, int64_t query, float factor, float *to) {
   auto from = (const typename Element<dtype>::type *)a.query + batch * a.query_stride[0] +
@@ -40,7 +42,10 @@ void pack_keys(const Request &a, int64_t batch, int64_t group, int64_t key_begin
       Vec v[W];
       if (stride == 1 && depth == W && count == W) {
 #pragma GCC unroll 16
-        for (int n = 0; n < W; n++) v[n] = load_as_float<dtype>(from + (j + n) * row + k);
+        for (int n = 0; n < W; n++) {
+          v[n] = load_as_float<dtype>(from + (j + n) * row + k);
+          __builtin_prefetch(from + (j + n + kAhead) * row + k);
+        }
       } else {
         for (int n = 0; n < W; n++)
           v[n] = n < count ? load_some<dtype>(from + (j + n) * row + k * stride, stride, depth) : Vec{};
@@ -63,15 +68,15 @@ bool pack_values(const Request &a, int64_t batch, int64_t group, int64_t key_beg
   int64_t row = a.value_stride[2], stride = a.value_stride[3], count = least(kTile, a.j - key_begin);
   ValuePanels panels(a.e);
   Vec spoiled = Vec{};  // x - x is 0 unless x is NaN or infinite
-  for (int64_t n = 0; n < panels.count; n++) {
-    int64_t begin = panels.begin(n) * W, width = panels.begin(n + 1) * W - begin;
-    for (int64_t j = 0; j < count; j++) {
-      auto source = from + (key_begin + j) * row + begin * stride;
-      float *target = to + begin * kTile + j * width;
-      for (int64_t k = 0; k < width; k += W) {
-        bool whole = stride == 1 && begin + k + W <= a.e;
-        Vec v = whole ? load_as_float<dtype>(source + k)
-                      : load_some<dtype>(source + k * stride, stride, least(W, a.e - begin - k));
+  for (int64_t j = 0; j < count; j++) {
+    auto source = from + (key_begin + j) * row;
+    for (int64_t n = 0; n < panels.count; n++) {
+      int64_t begin = panels.begin(n) * W, end = panels.begin(n + 1) * W;
+      float *target = to + begin * kTile + j * (end - begin) - begin;
+      for (int64_t k = begin; k < end; k += W) {
+        bool whole = stride == 1 && k + W <= a.e;
+        Vec v = whole ? load_as_float<dtype>(source + k) : load_some<dtype>(source + k * stride, stride, least(W, a.e - k));
+        if (whole) __builtin_prefetch(source + kAhead * row + k);
         spoiled += v - v;
         store(target + k, v);
       }
@@ -97,7 +102,32 @@ inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t ti
   });
 }
 
-struct Tile { const float *keys, *values; bool unsafe; };
+// A tile of keys and values. A value panel that begins at column c starts at values + c * kTile, its rows apart by
+// its width; in place it starts at values + c, its rows apart by value_row.
+struct Tile {
+  const float *keys, *values;
+  int64_t value_row;
+  bool unsafe;
+};
+
+// Values that only one block of rows reads are not worth a copy, unless rows lie so far apart that they would meet
+// in the same few lines of the cache.
+inline bool values_in_place(const Request &a, const Packed &packed) {
+  return !packed.state && a.dtype == Dtype::float32 && a.value_stride[3] == 1 && a.e % W == 0 &&
+         a.value_stride[2] <= 2 * a.e;
+}
+
+inline bool any_not_finite(const Request &a, const float *from, int64_t count) {
+  int64_t row = a.value_stride[2];
+  Vec spoiled = Vec{};
+  for (int64_t j = 0; j < count; j++)
+    for (int64_t k = 0; k < a.e; k += W) {
+      Vec v = load(from + j * row + k);
+      __builtin_prefetch(from + (j + kAhead) * row + k);
+      spoiled += v - v;
+    }
+  return !(sum_lanes(spoiled) == 0.f);
+}
 
 INLINE void pause() {
 #if defined(__x86_64__)
@@ -111,6 +141,13 @@ inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int6
   float *keys = packed.keys + position * kTile * a.d;
   float *values = packed.values + position * kTile * ValuePanels(a.e).padded();
   uint8_t *unsafe = packed.unsafe + position;
+  if (values_in_place(a, packed)) {
+    pack_keys<Dtype::float32>(a, task.batch, task.group, tile * kTile, keys);
+    int64_t at = task.batch * a.value_stride[0] + task.group * a.value_stride[1] + tile * kTile * a.value_stride[2];
+    auto in_place = (const float *)a.value + at;
+    bool spoiled = a.value && any_not_finite(a, in_place, least(kTile, a.j - tile * kTile));
+    return {keys, in_place, a.value_stride[2], spoiled};
+  }
   if (!packed.state) {
     pack_tile(a, task.batch, task.group, tile, keys, values, unsafe);
   } else if (__atomic_load_n(packed.state + tile, __ATOMIC_ACQUIRE) != 2) {
@@ -122,7 +159,7 @@ inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int6
       while (__atomic_load_n(packed.state + tile, __ATOMIC_ACQUIRE) != 2) pause();
     }
   }
-  return {keys, values, *unsafe != 0};
+  return {keys, values, 0, *unsafe != 0};
 }
 
 }  // namespace EINSIGHT_LEVEL

@@ -58,10 +58,10 @@ void score_panel(const float *query, int64_t query_stride, const float *keys, in
 
 // output = output * correction + weights . values, for one panel of the value dimension.
 template <int rows, int columns>
-void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t keys, float *output,
-                int64_t output_stride, const float *correction) {
+void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t values_stride, int64_t keys,
+                float *output, int64_t output_stride, const float *correction) {
   Vec c[rows][columns] = {};
-  multiply<rows, columns>(weights, weights_stride, values, columns * W, keys, c);
+  multiply<rows, columns>(weights, weights_stride, values, values_stride, keys, c);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -72,7 +72,7 @@ void add_values(const float *weights, int64_t weights_stride, const float *value
 }
 
 typedef void (*ScorePanel)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, float *);
-typedef void (*AddValues)(const float *, int64_t, const float *, int64_t, float *, int64_t, const float *);
+typedef void (*AddValues)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, const float *);
 
 constexpr ScorePanel kScorePanel[kGroup] = {score_panel<1>, score_panel<2>, score_panel<3>,
                                             score_panel<4>, score_panel<5>, score_panel<6>};
