@@ -1,0 +1,134 @@
+"""Whole generated problems, on every engine, against the float64 oracle inside the error budget."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import cases, readouts_for
+from engines_under_test import ENGINES, using
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from oracle import Case
+from torch import Tensor
+
+import einsight as es
+
+ORDERS = 8  # orders of summation in which the formula's own error is taken
+
+# No shrinking: a failing problem is small already, and shrinking one takes minutes.
+relaxed = settings(
+    deadline=None,
+    max_examples=int(os.environ.get("EXAMPLES", 120)),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def coarser(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """The dtype whose error is measured for the budget, and its distance: float64's is 2⁻²⁹ of float32's."""
+    return (torch.float32, 2.0**-29) if dtype == torch.float64 else (dtype, 1.0)
+
+
+def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], finer: float) -> None:
+    assert got.shape == right.shape, name
+    unreal = ~right.isfinite()
+    assert torch.equal(got.double()[unreal].nan_to_num(7), right[unreal].nan_to_num(7)), name
+    allowed = oracle.budget(right, low, got.dtype, finer)
+    error = (got.detach().double() - right)[~unreal].abs().max().item() if (~unreal).any() else 0.0
+    assert error <= allowed, f"{name}: error {error:.3g} over budget {allowed:.3g}"
+
+
+def check_top(got: Any, o: dict[str, Tensor], right: tuple[Tensor, Tensor], low: list[Any], finer: float) -> None:
+    """Rounding may swap neighbours, so the weights are compared, and each index by the weight it stands for."""
+    check_close("top weights", got.weights, right[0], [x[0] for x in low], finer)
+    assert torch.equal(got.indices == -1, right[1] == -1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@relaxed
+@given(case=cases(), data=st.data())
+def test_forward(engine: str, case: Case, data: Any) -> None:
+    readouts = readouts_for(case, data.draw)
+    with using(engine) as name:
+        call = {**case.arguments, "engine": name}
+        output, seen = es.attention(
+            case.query, case.key, case.value, readouts={n: r for n, (r, _) in readouts.items()}, **call
+        )
+        if name != "auto":
+            assert torch.equal(output, es.attention(case.query, case.key, case.value, **call)), (
+                "a readout changed a bit"
+            )
+    dtype, finer = coarser(case.query.dtype)
+    right = oracle.attend(case)
+    low = [oracle.attend(case, dtype, order) for order in range(ORDERS)]
+    check_close("output", output, right["output"], [o["output"] for o in low], finer)
+    assert output.dtype == case.query.dtype
+    for n, (_, expected) in readouts.items():
+        if n.startswith("top"):
+            check_top(seen[n], right, expected(right), [expected(o) for o in low], finer)
+        else:
+            assert seen[n].dtype == (torch.float64 if case.query.dtype == torch.float64 else torch.float32)
+            check_close(n, seen[n], expected(right), [expected(o) for o in low], finer)
+
+
+def loss(results: dict[str, Tensor], seed: int) -> Tensor:
+    """A random linear function of all that is finite in the results."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64)
+    for name in sorted(results):
+        x = results[name]
+        factors = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        total = total + (torch.where(x.isfinite(), x, 0).double() * factors).sum()
+    return total
+
+
+def gradients(total: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not total.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+
+
+def oracle_gradients(
+    case: Case, readouts: dict[str, Any], dtype: torch.dtype, order: int, seed: int
+) -> dict[str, Tensor]:
+    operands = {n: getattr(case, n).detach().to(dtype).requires_grad_() for n in ("query", "key", "value")}
+    o = oracle.attend(replace(case, **operands), dtype, order)
+    found = {n: expected(o) for n, (_, expected) in readouts.items()}
+    found = {n: x[0] if isinstance(x, tuple) else x for n, x in found.items()}
+    return gradients(loss({"": o["output"], **found}, seed), {**operands, **case.learned})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@relaxed
+@given(case=cases(dtypes=[torch.float32, torch.float64, torch.bfloat16]), data=st.data(), seed=st.integers(0, 1000))
+def test_gradients(engine: str, case: Case, data: Any, seed: int) -> None:
+    readouts = readouts_for(case, data.draw)
+    if case.bias is not None and case.query.dtype == torch.bfloat16:
+        readouts.pop("scores", None)  # their coarse gradient in a bias that broadcasts measures the sum, not us
+    for leaf in case.learned.values():
+        leaf.requires_grad_()
+    operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
+    with using(engine) as name:
+        output, seen = es.attention(
+            *operands.values(), readouts={n: r for n, (r, _) in readouts.items()}, engine=name, **case.arguments
+        )
+        results = {n: x[0] if isinstance(x, tuple) else x for n, x in seen.items()}
+        got = gradients(loss({"": output, **results}, seed), {**operands, **case.learned})
+    dtype, finer = coarser(case.query.dtype)
+    right = oracle_gradients(case, readouts, torch.float64, 0, seed)
+    # A gradient may be a single number, on which the formula is right by luck: its error is taken over several losses.
+    low = []
+    for order in range(ORDERS):
+        coarse, exact = (oracle_gradients(case, readouts, t, order, seed + order) for t in (dtype, torch.float64))
+        low.append({n: right[n].double() + (coarse[n].double() - exact[n].double()) for n in right})
+    for n, gradient in got.items():
+        assert gradient.isfinite().all(), n
+        check_close(f"gradient of {n}", gradient, right[n].double(), [x[n] for x in low], finer)
