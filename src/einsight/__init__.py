@@ -1,1 +1,76 @@
-"""Attention as pure linear algebra."""
+"""Attention as pure linear algebra: the output at the speed of a fused kernel, and whatever you want to know
+about the weights, without ever holding the [queries × keys] matrix."""
+
+from einsight.biases import Bias, alibi, relative
+from einsight.explanation import explain
+from einsight.functional import attention, merge, scaled_dot_product_attention
+from einsight.masks import (
+    Mask,
+    allow,
+    causal,
+    documents,
+    forbid,
+    lengths,
+    padding,
+    pairs,
+    prefix,
+    same,
+    where,
+    window,
+)
+from einsight.planning import plan
+from einsight.readouts import (
+    Diagonal,
+    Distance,
+    Entropy,
+    LogSumExp,
+    Mass,
+    MaxScore,
+    Pool,
+    Readout,
+    Received,
+    Rows,
+    Scores,
+    Share,
+    TopK,
+    Weights,
+)
+from einsight.weights import AttentionWeights
+
+__all__ = [
+    "AttentionWeights",
+    "Bias",
+    "Diagonal",
+    "Distance",
+    "Entropy",
+    "LogSumExp",
+    "Mask",
+    "Mass",
+    "MaxScore",
+    "Pool",
+    "Readout",
+    "Received",
+    "Rows",
+    "Scores",
+    "Share",
+    "TopK",
+    "Weights",
+    "alibi",
+    "allow",
+    "attention",
+    "causal",
+    "documents",
+    "explain",
+    "forbid",
+    "lengths",
+    "merge",
+    "padding",
+    "pairs",
+    "plan",
+    "prefix",
+    "relative",
+    "same",
+    "scaled_dot_product_attention",
+    "where",
+    "window",
+]

@@ -1,0 +1,163 @@
+"""Biases: numbers added to the scores before the mask, from a tensor or from a rule about positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from einsight.coordinates import At, Sizes, along, broadcasts, to_four
+
+
+class Bias:
+    """What is added to the scores; −∞ means masked. Biases add up with `+`."""
+
+    positional = False
+    tensors: tuple[Tensor, ...] = ()  # what gradients may flow into
+
+    def check(self, sizes: Sizes) -> None:
+        """Refuse a problem that the bias' tensors don't fit."""
+
+    def block(self, at: At) -> Float[Tensor, "#b #h #i #j"]:
+        """The bias of one block."""
+        raise NotImplementedError
+
+    def __add__(self, other: Bias | Tensor) -> Bias:
+        return _Sum(self, as_bias(other))
+
+    __radd__ = __add__
+
+
+class _Sum(Bias):
+    def __init__(self, left: Bias, right: Bias):
+        self.left, self.right = left, right
+        self.positional = left.positional or right.positional
+        self.tensors = left.tensors + right.tensors
+
+    def check(self, sizes: Sizes) -> None:
+        self.left.check(sizes)
+        self.right.check(sizes)
+
+    def block(self, at: At) -> Float[Tensor, "#b #h #i #j"]:
+        return self.left.block(at) + self.right.block(at)
+
+
+class TensorBias(Bias):
+    """A float tensor that broadcasts to [b, h, i, j]."""
+
+    def __init__(self, tensor: Float[Tensor, ...]):
+        self.tensor = tensor
+        self.tensors = (tensor,)
+
+    def check(self, sizes: Sizes) -> None:
+        if not broadcasts(self.tensor.shape, sizes):
+            raise ValueError(
+                f"bias has shape {list(self.tensor.shape)}, which does not broadcast to "
+                f"[b, h, i, j] = {[sizes.b, sizes.h, sizes.i, sizes.j]}"
+            )
+
+    def block(self, at: At) -> Float[Tensor, "#b #h #i #j"]:
+        return at.take(to_four(self.tensor))
+
+
+class Alibi(Bias):
+    """A slope per head on the distance |p - j|."""
+
+    positional = True
+
+    def __init__(self, slopes: Float[Tensor, " h"]):
+        self.slopes = slopes
+        self.tensors = (slopes,)
+
+    def check(self, sizes: Sizes) -> None:
+        if len(self.slopes) != sizes.h:
+            raise ValueError(f"alibi has {len(self.slopes)} slopes, but query has {sizes.h} heads")
+
+    def block(self, at: At) -> Float[Tensor, "1 h #i #j"]:
+        return -at.take(self.slopes[None, :, None, None]) * (at.p - at.j).abs()
+
+
+def alibi(slopes: Float[Tensor, " h"]) -> Bias:
+    """Linear distance penalties, -slopes[h] · |p - j| (ALiBi; Press et al. 2022, arXiv:2108.12409).
+
+    >>> import einsight as es, torch
+    >>> q = torch.zeros(1, 2, 3, 4)
+    >>> es.attention(q, q, q, bias=es.alibi(torch.tensor([0.5, 0.25])), readouts=es.Scores())[1][0, 0]
+    tensor([[ 0.0000, -0.5000, -1.0000],
+            [-0.5000,  0.0000, -0.5000],
+            [-1.0000, -0.5000,  0.0000]])
+    """
+    if not isinstance(slopes, Tensor) or slopes.ndim != 1 or not slopes.dtype.is_floating_point:
+        what = f"{slopes.dtype} {list(slopes.shape)}" if isinstance(slopes, Tensor) else repr(slopes)
+        raise TypeError(f"alibi takes a float tensor of one slope per query head [h], not {what}")
+    return Alibi(slopes)
+
+
+class _Relative(Bias):
+    positional = True
+
+    def __init__(self, table: Float[Tensor, "n h"], bidirectional: bool, max_distance: int):
+        self.table, self.bidirectional, self.max_distance = table, bidirectional, max_distance
+        self.tensors = (table,)
+
+    def check(self, sizes: Sizes) -> None:
+        if self.table.shape[1] != sizes.h:
+            raise ValueError(
+                f"relative's table {list(self.table.shape)} is for {self.table.shape[1]} heads, but query has {sizes.h}"
+            )
+
+    def block(self, at: At) -> Float[Tensor, "#b h i j"]:
+        bucket = self._bucket((at.j - at.p)[:, 0])
+        table = along(self.table, 1, at.heads) if self.table.shape[1] > 1 else self.table
+        return table.to(at.device)[bucket].movedim(-1, 1)
+
+    def _bucket(self, ahead: Tensor) -> Tensor:
+        """The row of the table for keys that stand `ahead` of the query (negative: behind it)."""
+        n = self.table.shape[0]
+        if self.bidirectional:
+            n //= 2
+            start, distance = (ahead > 0) * n, ahead.abs()
+        else:
+            start, distance = 0, (-ahead).clamp(min=0)
+        near = n // 2
+        ratio = torch.log(distance.clamp(min=1).float() / near) / math.log(self.max_distance / near)
+        far = (near + (ratio * (n - near)).to(torch.int64)).clamp(max=n - 1)
+        return start + torch.where(distance < near, distance, far)
+
+
+def relative(table: Float[Tensor, "n h"], *, bidirectional: bool = True, max_distance: int = 128) -> Bias:
+    """T5's learned bias by distance: a table of n buckets, exact near by and logarithmic up to `max_distance`.
+
+    `bidirectional` splits the buckets between keys behind and keys ahead (encoders); without it keys ahead
+    share the bucket of distance 0 (decoders). (Raffel et al. 2020, arXiv:1910.10683.)
+
+    >>> import einsight as es, torch
+    >>> q, table = torch.zeros(1, 2, 3, 4), torch.arange(16.).view(8, 2)
+    >>> es.attention(q, q, q, bias=es.relative(table), readouts=es.Scores())[1][0, 0]
+    tensor([[ 0., 10., 12.],
+            [ 2.,  0., 10.],
+            [ 4.,  2.,  0.]])
+    """
+    if not isinstance(table, Tensor) or table.ndim != 2 or not table.dtype.is_floating_point:
+        what = f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else repr(table)
+        raise TypeError(f"relative takes a float table [n, h] of n buckets for each head, not {what}")
+    near = len(table) // (4 if bidirectional else 2)
+    if near < 1:
+        raise ValueError(f"relative's table needs at least {4 if bidirectional else 2} buckets, not {len(table)}")
+    if max_distance <= near:
+        raise ValueError(f"relative's max_distance must exceed the {near} exact buckets, not {max_distance}")
+    return _Relative(table, bidirectional, max_distance)
+
+
+def as_bias(bias: object) -> Bias:
+    """A user's bias as a rule: one of ours, or a float tensor."""
+    if isinstance(bias, Bias):
+        return bias
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias must be a float tensor, alibi(…) or relative(…), not {bias!r}")
+    if not bias.dtype.is_floating_point:
+        hint = ": a mask goes in as mask=es.allow(tensor) or es.forbid(tensor)" if bias.dtype == torch.bool else ""
+        raise TypeError(f"bias must be a float tensor, not {bias.dtype}{hint}")
+    return TensorBias(bias)

@@ -1,0 +1,112 @@
+"""The two products of attention, in which what may not be seen never touches a result or a gradient.
+
+A hidden key has weight 0, and 0 · v is 0 for every finite v; but 0 · NaN and 0 · ∞ are NaN, and such a leak
+always shows as a result that isn't finite. So the products are plain matrix products, and only one whose
+result isn't finite is done again with selection. Each is the other's derivative, to any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def inner(a: Float[Tensor, "n i d"], b: Float[Tensor, "n j d"], seen: Bool[Tensor, "n i j"] | None) -> Tensor:
+    """a bᵀ: [n, i, j]. The entries that aren't `seen` (None: all are) may hold anything, and get no gradient."""
+    if seen is None:
+        return torch.bmm(a, b.mT)
+    return _Inner.apply(a, b, seen)
+
+
+def weighted(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Bool[Tensor, "n i j"] | None) -> Tensor:
+    """w x over the keys that are `seen` (None: all are), whose weights alone may differ from 0: [n, i, e]."""
+    if seen is None:
+        return torch.bmm(w, x)
+    return _Weighted.apply(w, x, seen)
+
+
+def select_product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Bool[Tensor, "n i j"]) -> Tensor:
+    """`weighted` without derivatives."""
+    result = torch.bmm(w, x)
+    if _all_finite(result):
+        return result
+    # The sum of the finite terms, then what the others make of it: NaN if any is, or if both infinities meet.
+    w = w.where(seen, 0)
+    result = torch.bmm(w, x.where(x.isfinite(), 0))
+
+    def count(terms: Tensor, of: Tensor) -> Tensor:
+        return torch.bmm((terms & seen).to(w.dtype), of.to(w.dtype))
+
+    up, down = x == torch.inf, x == -torch.inf
+    rises = count(w > 0, up) + count(w < 0, down) > 0
+    falls = count(w > 0, down) + count(w < 0, up) > 0
+    spoils = count(torch.ones_like(seen), x.isnan()) + count(w == 0, up | down) > 0
+    result = result.masked_fill(rises, torch.inf).masked_fill(falls, -torch.inf)
+    return result.masked_fill(spoils | (rises & falls), torch.nan)
+
+
+def _all_finite(x: Tensor) -> bool:
+    try:
+        return bool(x.isfinite().all())
+    except RuntimeError:  # torch.vmap can't branch on a value; the careful way is right for every value
+        return False
+
+
+class _Inner(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
+        return torch.bmm(a, b.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, seen = ctx.saved_tensors
+        grad = grad.where(seen, 0)
+        return (
+            _Weighted.apply(grad, b, seen) if ctx.needs_input_grad[0] else None,
+            _Weighted.apply(grad.mT, a, seen.mT) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, a_t: Tensor | None, b_t: Tensor | None, _: None) -> Tensor:
+        a, b, seen = ctx.saved_tensors
+        terms = [_Inner.apply(*pair, seen) for pair in ((a_t, b), (a, b_t)) if all(t is not None for t in pair)]
+        return sum(terms[1:], terms[0])
+
+
+class _Weighted(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, x: Tensor, seen: Tensor) -> Tensor:
+        return select_product(w, x, seen)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        w, x, seen = ctx.saved_tensors
+        return (
+            _Inner.apply(grad, x, seen).where(seen, 0) if ctx.needs_input_grad[0] else None,
+            _Weighted.apply(w.mT, grad, seen.mT) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, w_t: Tensor | None, x_t: Tensor | None, _: None) -> Tensor:
+        w, x, seen = ctx.saved_tensors
+        terms = [_Weighted.apply(*pair, seen) for pair in ((w_t, x), (w, x_t)) if all(t is not None for t in pair)]
+        return sum(terms[1:], terms[0])

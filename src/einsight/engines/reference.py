@@ -1,0 +1,98 @@
+"""Whole matrices: the formula with our conventions, for any feature and any order of derivative.
+
+In float64 it is what every other engine is measured against. It asks each mask for its single pairs, never for
+its bounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from einsight.coordinates import numbers
+from einsight.engines.products import inner, weighted
+from einsight.problem import Problem
+from einsight.readouts import Block, Readout
+
+MAKES = "any result, any derivative, torch.func; memory for the whole matrix"
+
+
+def refuses(problem: Problem) -> str | None:
+    """It refuses nothing."""
+    return None
+
+
+def visits(problem: Problem) -> int:
+    b, h, _, i, j, _, _ = problem.sizes
+    return b * h * i * j
+
+
+def holds(problem: Problem) -> int:
+    """Bytes: the scores, their exponentials and the weights, and which pairs may be seen."""
+    return visits(problem) * (3 * problem.dtype.itemsize + 1)
+
+
+def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
+    b, h, g, i, j, _, _ = problem.sizes
+    at = problem.at(slice(0, b), slice(0, h), slice(0, i), range(j))
+    query, key = problem.query.to(problem.dtype), problem.key.to(problem.dtype)
+    bias = None if problem.bias is None else problem.bias.block(at).to(problem.dtype)
+
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.device)
+    if problem.mask is not None:
+        seen = seen & problem.mask.allowed(at)
+    if bias is not None:
+        seen = seen & (bias != -torch.inf)
+    seen = seen.expand(b, h, i, j)
+
+    scores = _product(inner, query, _per_head(key, h), seen) * problem.scale
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if problem.score_mod is not None:
+        scores = problem.score_mod(scores, at.b, at.h, at.p, at.j)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.where(seen, -torch.inf)
+    seen = scores != -torch.inf
+
+    largest = scores.amax(-1) if j else scores.sum(-1) - torch.inf
+    shift, sink = largest, None
+    if problem.sink is not None:
+        sink = problem.sink.to(problem.dtype)[numbers(problem.heads, problem.device)].view(1, h, 1).expand(b, h, i)
+        shift = torch.maximum(shift, sink)
+    shift = shift.masked_fill(shift == -torch.inf, 0).detach()
+    exp = torch.exp(scores - shift.unsqueeze(-1)).where(seen, 0)
+    total = exp.sum(-1) if sink is None else exp.sum(-1) + torch.exp(sink - shift)
+    nothing = total == 0
+    weights = exp / total.masked_fill(nothing, 1).unsqueeze(-1)
+    log_sum = torch.log(total.masked_fill(nothing, 1))
+    lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
+
+    output = None
+    if problem.value is not None:
+        kept = dropout(weights, problem.dropout) if problem.dropout else weights
+        value = _per_head(problem.value.to(problem.dtype), h)
+        output = _product(weighted, kept, value, seen).to(problem.query.dtype)
+    block = Block(at, 0, 0, 0, g, weights, scores, largest, shift, log_sum, lse, seen)
+    return output, tuple(_read(readout, block) for readout in problem.readouts)
+
+
+def _per_head(x: Float[Tensor, "b g j d"], h: int) -> Float[Tensor, "b h j d"]:
+    return repeat(x, "b g j d -> b (g n) j d", n=h // max(x.shape[1], 1))
+
+
+def _product(product: Any, a: Tensor, b: Tensor, seen: Bool[Tensor, "b h i j"]) -> Tensor:
+    """A product of matrices for each batch item and head."""
+    return product(a.flatten(0, 1), b.flatten(0, 1), seen.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+
+def _read(readout: Readout, block: Block) -> Any:
+    if readout.queries is not None:
+        block = block.rows(numbers(readout.queries, block.weights.device), 0)
+    parts = readout.block(block)
+    return readout.join(*(parts if isinstance(parts, tuple) else (parts,)))

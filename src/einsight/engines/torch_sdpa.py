@@ -1,0 +1,129 @@
+"""PyTorch's own kernel, for the output alone, where it keeps our conventions or can be made to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from einsight.engines import stream
+from einsight.problem import Problem
+
+MAKES = "the output alone, without a mask or causal from the first key, without other settings"
+
+
+def refuses(problem: Problem) -> str | None:
+    if problem.value is None or problem.readouts:
+        return "it gives the output alone, no readouts"
+    for name in ("softcap", "score_mod", "bias", "sink"):
+        if getattr(problem, name) is not None:
+            return f"it has no {name}" if name != "bias" else "a NaN goes through the −∞ of its biases"
+    if problem.dropout:
+        return "its dropout draws other numbers than the engines with readouts"
+    if 0 in problem.sizes:
+        return "a dimension is empty"
+    if problem.device.type == "cpu" and problem.sizes.d != problem.sizes.e:
+        return "on a CPU it holds the whole matrix when e ≠ d"
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors):
+        return "its derivatives are not for torch.func"
+    if _is_causal(problem) is None:
+        return "of masks it has only causal, with query 0 at key 0"
+    return None
+
+
+def visits(problem: Problem) -> int:
+    lo, hi, _ = problem.bounds
+    each = (hi - lo).sum(-1)
+    return int(each.expand(problem.sizes.b, problem.sizes.h).sum())
+
+
+def holds(problem: Problem) -> None:
+    """Only PyTorch knows."""
+
+
+def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"], tuple[Any, ...]]:
+    query, key, value = problem.query, problem.key, problem.value
+    if not _is_causal(problem):
+        return _kernel(problem, query, key, value), ()
+    if problem.needs_grad:
+        return _Causal.apply(problem, query, key, value), ()
+    return _isolated(problem), ()
+
+
+def _is_causal(problem: Problem) -> bool | None:
+    """Whether the mask is causal from the first key (True), hides nothing (False), or is another (None)."""
+    if problem.mask is None:
+        return False
+    lo, hi, exact = problem.bounds
+    j = problem.sizes.j
+    if not exact or bool((lo > 0).any()):
+        return None
+    if bool((hi == j).all()):
+        return False
+    return True if bool((hi == torch.arange(1, problem.sizes.i + 1).clamp(max=j)).all()) else None
+
+
+def _kernel(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "b h i e"]:
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=bool(_is_causal(problem)),
+        scale=problem.scale,
+        enable_gqa=problem.sizes.g != problem.sizes.h,
+    )
+
+
+def _isolated(problem: Problem) -> Float[Tensor, "b h i e"]:
+    """The kernel multiplies hidden values by a zero weight, so what isn't finite there has to be taken out."""
+    value = problem.value
+    output = _kernel(problem, problem.query, problem.key, value)
+    if bool(output.isfinite().all()):
+        return output
+    unsound = ~value.isfinite()
+    if not bool(unsound.any()):
+        return output
+    clean = _kernel(problem, problem.query, problem.key, value.masked_fill(unsound, 0))
+    return torch.where(_meets(problem, unsound.any(-1)), stream.run(problem)[0], clean)
+
+
+def _meets(problem: Problem, unsound: Bool[Tensor, "b g j"]) -> Bool[Tensor, "b h i 1"]:
+    """The queries that see one of these keys: under a causal mask, all from the first such key on."""
+    i, j, shared = problem.sizes.i, problem.sizes.j, problem.sizes.h // problem.sizes.g
+    met = unsound.cummax(-1).values.repeat_interleave(shared, 1)
+    last = torch.arange(i, device=met.device).clamp(max=j - 1)
+    return met[..., last].unsqueeze(-1)
+
+
+class _Causal(torch.autograd.Function):
+    """The kernel with its own backward, whose gradients are checked: where one isn't finite `stream` computes them."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.problem = problem
+        ctx.inputs = [t.detach().requires_grad_(t.requires_grad) for t in (query, key, value)]
+        with torch.enable_grad():
+            ctx.output = _kernel(problem, *ctx.inputs)
+        output = ctx.output.detach()
+        ctx.sound = bool(output.isfinite().all())
+        return output if ctx.sound else _isolated(problem)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("torch_sdpa has no second derivatives; ask for engine='stream' or 'reference'")
+        wanted = [t for t in ctx.inputs if t.requires_grad]
+        grads: tuple[Tensor, ...] = ()
+        if ctx.sound:
+            grads = torch.autograd.grad(ctx.output, wanted, grad, retain_graph=True)
+        if not ctx.sound or not all(bool(g.isfinite().all()) for g in grads):
+            query, key, value = ctx.inputs
+            with torch.enable_grad():
+                output = stream.run(replace(ctx.problem, query=query, key=key, value=value))[0]
+            grads = torch.autograd.grad(output, wanted, grad)
+        found = iter(grads)
+        return None, *(next(found) if t.requires_grad else None for t in ctx.inputs)

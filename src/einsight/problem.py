@@ -1,0 +1,365 @@
+"""One attention problem: its tensors and settings, checked once, with errors a person can act on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from einsight.biases import Bias, as_bias
+from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers
+from einsight.masks import Mask, place_queries
+from einsight.readouts import Readout, changed
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Bounds(NamedTuple):
+    """The keys each query may see lie in [lo, hi); `exact`: it sees all of those. On the CPU."""
+
+    lo: Int[Tensor, "#b #h i"]
+    hi: Int[Tensor, "#b #h i"]
+    exact: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """softmax(Q Kᵀ · scale, under the settings) V, and the readouts asked of its weights.
+
+    `given` are the sizes of the tensors as the user gave them, which masks, biases and sinks speak of;
+    `batch`, `heads` and `queries` say which of those the tensors here are.
+    """
+
+    query: Float[Tensor, "b h i d"]
+    key: Float[Tensor, "b g j d"]
+    value: Float[Tensor, "b g j e"] | None
+    given: Sizes
+    batch: Axis
+    heads: Axis
+    queries: Axis
+    positions: Int[Tensor, "#b i"]
+    scale: float
+    mask: Mask | None = None
+    softcap: float | None = None
+    score_mod: ScoreMod | None = None
+    bias: Bias | None = None
+    sink: Float[Tensor, " h"] | None = None
+    dropout: float = 0.0
+    readouts: tuple[Readout, ...] = ()
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        b, h, i, d = self.query.shape
+        g, j = self.key.shape[1:3]
+        return Sizes(b, h, g, i, j, d, 0 if self.value is None else self.value.shape[3])
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What the scores, the softmax and the readouts are computed in."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        # A user's function may capture anything.
+        return self.score_mod is not None or any(t.requires_grad for t in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that gradients may flow into, as far as can be seen."""
+        own = (self.query, self.key, self.value, self.sink)
+        return (
+            *(t for t in own if t is not None),
+            *(() if self.bias is None else self.bias.tensors),
+            *(t for readout in self.readouts for t in readout.tensors),
+        )
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        i, j = self.sizes.i, self.sizes.j
+        if self.mask is None:
+            lo, hi, exact = 0, j, True
+        else:
+            cpu = torch.device("cpu")
+            at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
+            lo, hi, exact = self.mask.bounds(at)
+        lo, hi = torch.broadcast_tensors(torch.as_tensor(lo), torch.as_tensor(hi), torch.empty(1, 1, i, 1))[:2]
+        lo, hi = lo.squeeze(-1).clamp(0, j), hi.squeeze(-1).clamp(0, j)
+        return Bounds(lo, torch.maximum(lo, hi), exact)
+
+    @cached_property
+    def may_be_empty(self) -> bool:
+        """Whether there may be a query that sees nothing."""
+        lo, hi, exact = self.bounds
+        return not exact or self.bias is not None or self.score_mod is not None or bool((lo >= hi).any())
+
+    @cached_property
+    def _placed(self) -> Int[Tensor, "#b i"]:
+        return self.positions.to(self.device)
+
+    @cached_property
+    def placed_bounds(self) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
+        """The bounds on the problem's device."""
+        return self.bounds.lo.to(self.device), self.bounds.hi.to(self.device)
+
+    def at(self, batch: slice, heads: slice, queries: slice, keys: range) -> At:
+        """The coordinates of a block of this problem."""
+        positions = self._placed if len(self._placed) == 1 else self._placed[batch]
+        return At(
+            self.given,
+            self.batch[batch],
+            self.heads[heads],
+            self.queries[queries],
+            keys,
+            positions[:, queries],
+            self.device,
+        )
+
+    def select(self, batch: Axis | None = None, heads: Axis | None = None, queries: Axis | None = None) -> Problem:
+        """The same problem for some of its items, heads and queries; rules keep speaking of the whole.
+
+        Key/value heads are kept as they are if whole groups were chosen, else one is taken for each query head.
+        """
+        query, key, value, positions = self.query, self.key, self.value, self.positions
+        chosen: dict[str, Axis] = {}
+        if batch is not None:
+            query, key = _pick(query, 0, batch), _pick(key, 0, batch)
+            value = None if value is None else _pick(value, 0, batch)
+            positions = along(positions, 0, batch)
+            chosen["batch"] = _compose(self.batch, batch)
+        if heads is not None:
+            query = _pick(query, 1, heads)
+            group = numbers(heads) // max(self.sizes.h // max(self.sizes.g, 1), 1)
+            whole, counts = group.unique_consecutive(return_counts=True)
+            is_whole = len(whole.unique()) == len(whole) and bool((counts == self.sizes.h // self.sizes.g).all())
+            groups = as_axis(whole, self.sizes.g, "groups") if is_whole else group
+            key = _pick(key, 1, groups)
+            value = None if value is None else _pick(value, 1, groups)
+            chosen["heads"] = _compose(self.heads, heads)
+        if queries is not None:
+            query = _pick(query, 2, queries)
+            positions = positions[:, numbers(queries)]
+            chosen["queries"] = _compose(self.queries, queries)
+        return replace(self, query=query, key=key, value=value, positions=positions, **chosen)
+
+    def asking(self, readouts: tuple[Readout, ...], value: Tensor | None) -> Problem:
+        """The same weights, asked for other readouts and applied to another value."""
+        made = replace(self, value=value)
+        return replace(made, readouts=tuple(check_readout(r, made) for r in readouts))
+
+    def only_needed_rows(self) -> Problem:
+        """Without an output to compute, only the queries that some readout is about need a visit."""
+        if self.value is not None or not self.readouts or any(r.queries is None for r in self.readouts):
+            return self
+        needed = torch.cat([numbers(r.queries) for r in self.readouts if r.queries is not None]).unique()
+        if len(needed) == self.sizes.i:
+            return self
+        axis = as_axis(needed, self.sizes.i, "queries")
+        rebased = (
+            changed(r, queries=as_axis(torch.searchsorted(needed, numbers(r.queries)), len(needed), "queries"))
+            for r in self.readouts
+            if r.queries is not None
+        )
+        return replace(self.select(queries=axis), readouts=tuple(rebased))
+
+
+def _pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Like `along`, but here a size of 1 is one thing to choose, not all."""
+    if isinstance(axis, range):
+        return tensor.narrow(dim, axis.start, len(axis))
+    return tensor.index_select(dim, axis.to(tensor.device))
+
+
+def _compose(outer: Axis, inner: Axis) -> Axis:
+    if isinstance(outer, range) and isinstance(inner, range):
+        return outer[inner.start : inner.stop]
+    return numbers(outer)[numbers(inner)]
+
+
+def pose(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    softcap: Any = None,
+    score_mod: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    offset: Any = None,
+    dropout: Any = 0.0,
+    readouts: tuple[Any, ...] = (),
+) -> Problem:
+    """Check the arguments of an attention call and make a problem of them. `value=None` asks for no output."""
+    query, key, value = autocast(query), autocast(key), autocast(value)
+    given = _check_tensors(query, key, value)
+    if mask is not None and not isinstance(mask, Mask):
+        _refuse_mask(mask)
+    bias = None if bias is None else as_bias(bias)
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod must be a function fn(score, b, h, p, j), not {score_mod!r}")
+    problem = Problem(
+        query,
+        key,
+        value,
+        given,
+        range(given.b),
+        range(given.h),
+        range(given.i),
+        place_queries(offset, given, _positional(mask, bias, score_mod, readouts)),
+        _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
+        mask,
+        None if softcap is None else _softcap(softcap),
+        score_mod,
+        bias,
+        None if sink is None else _sink(sink, query, given),
+        _dropout(dropout),
+    )
+    if mask is not None:
+        mask.check(given)
+    if bias is not None:
+        bias.check(given)
+    return replace(problem, readouts=tuple(check_readout(r, problem) for r in readouts)) if readouts else problem
+
+
+def check_readout(readout: Any, problem: Problem) -> Readout:
+    """The readout made ready for the problem, or a refusal."""
+    if isinstance(readout, type) and issubclass(readout, Readout):
+        raise TypeError(f"a readout must be an instance: write {readout.__name__}(…) instead of {readout.__name__}")
+    if not isinstance(readout, Readout):
+        raise TypeError(f"a readout must be one of einsight's, such as Entropy(), not {readout!r}")
+    sizes = problem.sizes
+    split = sizes.g == sizes.h and problem.given.g != problem.given.h
+    if split and getattr(readout, "per_group", False):
+        raise ValueError(f"{readout!r} needs whole groups of heads, but the heads selected split them")
+    return readout.check(problem.given, sizes)
+
+
+def _positional(mask: Mask | None, bias: Bias | None, score_mod: object, readouts: tuple[Any, ...]) -> str | None:
+    """What asks where the queries stand among the keys, if anything does."""
+    if mask is not None and mask.positional:
+        return "the mask"
+    if bias is not None and bias.positional:
+        return "the bias"
+    if score_mod is not None:
+        return "score_mod"
+    return next((f"the readout {r!r}" for r in readouts if getattr(r, "positional", False)), None)
+
+
+def autocast(tensor: Any) -> Any:
+    """As autocast treats the operands of scaled_dot_product_attention."""
+    if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        kind = tensor.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return tensor.to(torch.getautocast_dtype(kind))
+    return tensor
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
+    named = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    letters = {"query": "[b, h, i, d]", "key": "[b, g, j, d]", "value": "[b, g, j, e]"}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor {letters[name]}, not {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            way = {
+                3: f"; for one head write {name}.unsqueeze(1), for one batch item {name}.unsqueeze(0)",
+                2: f"; for one head of one batch item write {name}[None, None]",
+            }.get(tensor.ndim, "")
+            raise ValueError(
+                f"{name} must have four dimensions {letters[name]}, but has {tensor.ndim}: {list(tensor.shape)}{way}"
+            )
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, not {tensor.dtype}; write {name}.float()"
+            )
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+    for name, tensor in named.items():
+        if tensor.dtype != query.dtype:
+            raise TypeError(
+                f"{name} is {tensor.dtype} but query is {query.dtype}; they must be alike: {name}.to(query.dtype)"
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} but query on {query.device}; they must be alike: {name}.to(query.device)"
+            )
+    b, h, i, d = query.shape
+    g, j = key.shape[1:3]
+    if key.shape[0] != b:
+        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({shapes})")
+    if key.shape[3] != d:
+        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({shapes})")
+    if value is not None:
+        if value.shape[0] != b:
+            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({shapes})")
+        if value.shape[1] != g:
+            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({shapes})")
+        if value.shape[2] != j:
+            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({shapes})")
+    if g != h and (g == 0 or h % g != 0):
+        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({shapes})")
+    if d == 0:
+        raise ValueError(f"the head dimension of query and key is 0 ({shapes})")
+    return Sizes(b, h, g, i, j, d, 0 if value is None else value.shape[3])
+
+
+def _refuse_mask(mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        way = "; for a rule of your own write es.where(fn)" if callable(mask) else ""
+        raise TypeError(f"mask must be one of einsight's masks, such as es.causal(), not {mask!r}{way}")
+    if mask.dtype.is_floating_point:
+        raise TypeError(f"mask is a float tensor {list(mask.shape)}; what is added to the scores: pass it as bias=")
+    what = "a boolean tensor" if mask.dtype == torch.bool else f"a tensor of {mask.dtype}"
+    cast = "" if mask.dtype == torch.bool else ".bool()"
+    raise TypeError(
+        f"mask is {what} {list(mask.shape)}, which may mean either of two things: write mask=es.allow(mask{cast}) "
+        f"if True is a key that may be seen, mask=es.forbid(mask{cast}) if True is one that may not"
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        way = "; multiply the query by it" if name == "scale" and isinstance(value, Tensor) else ""
+        raise TypeError(f"{name} must be a number, not {value!r}{way}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, not {value!r}")
+    return float(value)
+
+
+def _softcap(softcap: object) -> float:
+    softcap = _number("softcap", softcap)
+    if softcap <= 0:
+        raise ValueError(f"softcap must be positive, not {softcap!r}; for none leave it out")
+    return softcap
+
+
+def _dropout(dropout: object) -> float:
+    dropout = _number("dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be a probability in [0, 1), not {dropout!r}")
+    return dropout
+
+
+def _sink(sink: object, query: Tensor, given: Sizes) -> Float[Tensor, " h"]:
+    if isinstance(sink, int | float) and not isinstance(sink, bool):
+        return torch.full((given.h,), float(sink), device=query.device)
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
+        what = f"a tensor of {sink.dtype}" if isinstance(sink, Tensor) else repr(sink)
+        raise TypeError(f"sink must be a float tensor of one score per query head [h], or a number, not {what}")
+    if sink.shape != (given.h,):
+        raise ValueError(f"sink must have shape [h] = [{given.h}], one score per query head, not {list(sink.shape)}")
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device} but query on {query.device}; write sink.to(query.device)")
+    return sink
