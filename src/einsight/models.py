@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,7 +57,7 @@ def load(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrained
         return from_folder(path)
     name = os.fspath(name_or_path)
     # A hub id is "name" or "owner/name"; anything else can only have been meant as a path.
-    if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name:
+    if path.exists() or not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", name):
         raise FileNotFoundError(f"model: expected a folder in Hugging Face's format, but {name!r} is not a folder")
     return from_hub(name)
 
@@ -118,11 +118,19 @@ def from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def from_hub(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     try:
+        # Asked once, first: transformers itself would retry for most of a minute.
+        HfApi().model_info(name, timeout=10)
         return pretrained(name)
-    except OSError as error:
+    except (OSError, HTTPError) as error:
+        if cached:
+            return pretrained(name, local_files_only=True)
         raise FileNotFoundError(
-            f"model: {name!r} is neither a folder here nor to be had from the Hugging Face hub: {first_line(error)}"
+            f"model: {name!r} is no folder here, and not to be had from the Hugging Face hub: {first_line(error)}"
         ) from error
 
 
@@ -196,6 +204,7 @@ def convert(gguf: Path, target: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
+    model.config.name_or_path = NAME
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)
     return target

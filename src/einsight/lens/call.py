@@ -35,7 +35,7 @@ class Call:
     results: Any = None
 
     @property
-    def mask(self) -> es.masks.Mask | None:
+    def mask(self) -> es.Mask | None:
         """Which keys the queries may see, as one of Einsight's masks; None if all."""
         return self.rule.mask()
 

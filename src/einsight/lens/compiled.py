@@ -11,10 +11,14 @@ import re
 import torch
 from torch import Tensor
 
-_changed: dict[torch.device, Tensor] = {}
+
+_SCHEMA = (
+    "(Tensor(a!) changed, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
+    "str name) -> ()"
+)
 
 
-@torch.library.custom_op("einsight::seen", mutates_args=("changed",))
+@torch.library.custom_op("einsight::seen", mutates_args=("changed",), schema=_SCHEMA)
 def seen(
     changed: Tensor,
     query: Tensor,

@@ -31,7 +31,7 @@ COLUMNS = {
 class Heads:
     """A table with a row per layer and head; the columns are those of `einsight.lens.heads.COLUMNS`."""
 
-    def __init__(self, columns: dict[str, list[float]]):
+    def __init__(self, columns: dict[str, list]):
         self._columns = columns
 
     @property
@@ -41,12 +41,12 @@ class Heads:
     def __len__(self) -> int:
         return len(self._columns["layer"])
 
-    def __iter__(self) -> Iterator[dict[str, float]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows, each a dict."""
         names = self._columns
         return (dict(zip(names, row, strict=True)) for row in zip(*names.values(), strict=True))
 
-    def __getitem__(self, column: str) -> list[float]:
+    def __getitem__(self, column: str) -> list:
         if column not in self._columns:
             raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
         return self._columns[column]
@@ -70,7 +70,7 @@ class Heads:
             made[int(layer), int(head)] = value
         return made
 
-    def to_dict(self) -> dict[str, list[float]]:
+    def to_dict(self) -> dict[str, list]:
         """The columns, as lists."""
         return {name: list(column) for name, column in self._columns.items()}
 
@@ -112,7 +112,7 @@ class Heads:
 def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     """The table of some layers' heads; see `Lens.heads`."""
     ids, real = _ids(tokens)
-    columns: dict[str, list[float]] = {"layer": [], "head": []}
+    columns: dict[str, list] = {"layer": [], "head": []}
     questions: dict[Any, _Questions] = {}
     for call in calls:
         i, j = call.query.shape[2], call.key.shape[2]
@@ -170,7 +170,7 @@ class _Questions:
             self.readouts["punctuation"] = es.Mass(torch.where(kinds == 2, 0, -1), 1)
         self.visible = _visible(call)
 
-    def ask(self, call: Call) -> dict[str, list[float]]:
+    def ask(self, call: Call) -> dict[str, list]:
         answers = call.weights.read(self.readouts)
         answers = {n: a.squeeze(-1) if a.ndim == 4 else a for n, a in answers.items()}
         most = self.visible.clamp(min=1).log()
@@ -185,7 +185,7 @@ class _Questions:
         return found
 
 
-def _mean(values: Float[Tensor, "b h i"], asked: Bool[Tensor, "b #h i"]) -> list[float]:
+def _mean(values: Float[Tensor, "b h i"], asked: Bool[Tensor, "b #h i"]) -> list:
     count = asked.expand(values.shape).sum((0, 2))
     return (torch.where(asked, values, 0).sum((0, 2), dtype=torch.float64) / count).tolist()
 
@@ -242,5 +242,5 @@ def _kinds(ids: Int[Tensor, "b i"], tokenizer: Any) -> Int[Tensor, "b i"]:
     return torch.tensor([[kind[token] for token in row] for row in ids.tolist()], device=ids.device)
 
 
-def _written(value: float) -> str:
+def _written(value: int | float) -> str:
     return str(value) if isinstance(value, int) else "–" if value != value else f"{value:.3f}"

@@ -158,7 +158,7 @@ class Lens:
         query: Float[Tensor, "b h i d"],
         key: Float[Tensor, "b g j d"],
         value: Float[Tensor, "b g j e"] | None = None,
-        mask: es.masks.Mask | None = None,
+        mask: es.Mask | None = None,
         *,
         name: str = "",
         cross: bool = False,

@@ -206,12 +206,12 @@ def _written(call: Call) -> tuple[int, Call]:
 
 def _plain(piece: Piece) -> Rule:
     """A rule that was given as one of Einsight's masks, in the form that joins."""
-    if not isinstance(piece.rule.other, es.masks.Mask):
+    if not isinstance(piece.rule.other, es.Mask):
         return piece.rule
     return recognise(_four(_dense(piece.rule.other, piece)), piece.i, piece.width)[0]
 
 
-def _dense(mask: es.masks.Mask, piece: Piece) -> Tensor:
+def _dense(mask: es.Mask, piece: Piece) -> Tensor:
     return mask.dense(piece.i, piece.width, offset=piece.offset - (piece.keys - piece.width))
 
 

@@ -26,9 +26,9 @@ class Rule:
     causal: bool = False
     left: int | None = None
     keep: Bool[Tensor, "b j"] | None = None
-    other: Bool[Tensor, "..."] | es.masks.Mask | None = None
+    other: Bool[Tensor, "..."] | es.Mask | None = None
 
-    def mask(self) -> es.masks.Mask | None:
+    def mask(self) -> es.Mask | None:
         """The rule as one of Einsight's masks; None if everything is visible."""
         if self.other is not None:
             return es.allow(self.other) if isinstance(self.other, Tensor) else self.other
