@@ -3,7 +3,7 @@
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook("einsight", "beartype.beartype")
+install_import_hook("einsight", "typechecking.check")
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ class Bias:
     def check(self, sizes: Sizes) -> None:
         """Refuse a problem that the bias' tensors don't fit."""
 
-    def block(self, at: At) -> Float[Tensor, "#b #h #i #j"]:
-        """The bias of one block."""
+    def block(self, at: At, dtype: torch.dtype) -> Float[Tensor, "#b #h #i #j"]:
+        """The bias of one block, in the dtype that the scores are computed in."""
         raise NotImplementedError
 
     def __add__(self, other: Bias | Tensor) -> Bias:
@@ -40,8 +40,8 @@ class _Sum(Bias):
         self.left.check(sizes)
         self.right.check(sizes)
 
-    def block(self, at: At) -> Float[Tensor, "#b #h #i #j"]:
-        return self.left.block(at) + self.right.block(at)
+    def block(self, at: At, dtype: torch.dtype) -> Float[Tensor, "#b #h #i #j"]:
+        return self.left.block(at, dtype) + self.right.block(at, dtype)
 
 
 class TensorBias(Bias):
@@ -58,8 +58,8 @@ class TensorBias(Bias):
                 f"[b, h, i, j] = {[sizes.b, sizes.h, sizes.i, sizes.j]}"
             )
 
-    def block(self, at: At) -> Float[Tensor, "#b #h #i #j"]:
-        return at.take(to_four(self.tensor))
+    def block(self, at: At, dtype: torch.dtype) -> Float[Tensor, "#b #h #i #j"]:
+        return at.take(to_four(self.tensor)).to(dtype)
 
 
 class Alibi(Bias):
@@ -75,8 +75,8 @@ class Alibi(Bias):
         if len(self.slopes) != sizes.h:
             raise ValueError(f"alibi has {len(self.slopes)} slopes, but query has {sizes.h} heads")
 
-    def block(self, at: At) -> Float[Tensor, "1 h #i #j"]:
-        return -at.take(self.slopes[None, :, None, None]) * (at.p - at.j).abs()
+    def block(self, at: At, dtype: torch.dtype) -> Float[Tensor, "#b h #i #j"]:
+        return -at.take(self.slopes[None, :, None, None]).to(dtype) * (at.p - at.j).abs()
 
 
 def alibi(slopes: Float[Tensor, " h"]) -> Bias:
@@ -108,10 +108,10 @@ class _Relative(Bias):
                 f"relative's table {list(self.table.shape)} is for {self.table.shape[1]} heads, but query has {sizes.h}"
             )
 
-    def block(self, at: At) -> Float[Tensor, "#b h i j"]:
+    def block(self, at: At, dtype: torch.dtype) -> Float[Tensor, "#b h i j"]:
         bucket = self._bucket((at.j - at.p)[:, 0])
         table = along(self.table, 1, at.heads) if self.table.shape[1] > 1 else self.table
-        return table.to(at.device)[bucket].movedim(-1, 1)
+        return table.to(at.device, dtype)[bucket].movedim(-1, 1)
 
     def _bucket(self, ahead: Tensor) -> Tensor:
         """The row of the table for keys that stand `ahead` of the query (negative: behind it)."""

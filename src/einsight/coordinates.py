@@ -120,7 +120,7 @@ class At:
     def j(self) -> Int[Tensor, "1 1 1 j"]:
         return numbers(self.keys, self.device).view(1, 1, 1, -1)
 
-    def take(self, tensor: Shaped[Tensor, "#b #h #i #j"]) -> Shaped[Tensor, "#b #h #i #j"]:
+    def take(self, tensor: Shaped[Tensor, "_ _ _ _"]) -> Shaped[Tensor, "#b #h #i #j"]:
         """The block of a tensor that broadcasts to the whole [b, h, i, j]."""
         for dim, axis in enumerate((self.batch, self.heads, self.queries, self.keys)):
             tensor = along(tensor, dim, axis)

@@ -374,7 +374,7 @@ def padding(keep: Shaped[Tensor, "b j"]) -> Mask:
 class _Same(Mask):
     """Queries see the keys that have their id; without ids of their own, a query's is the one at its position."""
 
-    def __init__(self, query_ids: Integer[Tensor, "b i"] | None, key_ids: Integer[Tensor, "b j"], name: str):
+    def __init__(self, query_ids: Integer[Tensor, "#b i"] | None, key_ids: Integer[Tensor, "#b j"], name: str):
         self.query_ids, self.key_ids, self.name = query_ids, key_ids, name
         self.positional = query_ids is None
 
@@ -433,12 +433,13 @@ def _as_ids(name: str, ids: object) -> Integer[Tensor, "b n"]:
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point or ids.dtype.is_complex:
         what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
         raise TypeError(f"{name} must be an int tensor [n] or [b, n], not {what}")
-    return ids.detach().to(torch.int64).reshape(-1, ids.shape[-1])
+    ids = ids.detach().to(torch.int64)
+    return ids[None] if ids.ndim == 1 else ids
 
 
 def documents(
-    ids: Shaped[Tensor, "*b j"] | None = None,
-    query_ids: Shaped[Tensor, "*b i"] | None = None,
+    ids: Shaped[Tensor, "..."] | None = None,
+    query_ids: Shaped[Tensor, "..."] | None = None,
     *,
     cu_seqlens: Integer[Tensor, " n"] | None = None,
 ) -> Mask:
@@ -465,7 +466,7 @@ def documents(
     return _Same(None if query_ids is None else _as_ids("query_ids", query_ids), _as_ids("ids", ids), "documents")
 
 
-def same(query_ids: Shaped[Tensor, "*b i"], key_ids: Shaped[Tensor, "*b j"]) -> Mask:
+def same(query_ids: Shaped[Tensor, "..."], key_ids: Shaped[Tensor, "..."]) -> Mask:
     """The keys whose id equals the query's: [i] or [b, i], and [j] or [b, j].
 
     With tokens as ids it asks for repetitions; with the tokens shifted by one it asks for induction: the keys

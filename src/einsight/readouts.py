@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from einsight.coordinates import At, Axis, Sizes, as_axis, numbers
+from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
 from einsight.masks import Mask
 
 
@@ -55,7 +55,7 @@ class Block:
         """The part of the block that is about some of its queries."""
 
         def some(tensor: Tensor) -> Tensor:
-            return tensor if tensor.shape[2] == 1 else tensor.index_select(2, chosen)
+            return tensor if tensor.shape[2] != self.weights.shape[2] else tensor.index_select(2, chosen)
 
         queries = numbers(self.at.queries)[chosen.cpu()]
         return replace(
@@ -300,11 +300,12 @@ class Mass(_Chosen):
 
     def block(self, x: Block) -> Float[Tensor, "b h i n"]:
         if self.groups.dtype.is_floating_point:
-            member = x.at.take(self.groups[None, None].mT)
+            member = along(self.groups, 0, x.at.keys).to(x.at.device).mT
         else:
-            ids = x.at.take(self.groups.reshape(-1, 1, 1, self.groups.shape[-1]))
+            ids = x.at.take(to_four(self.groups) if self.groups.ndim == 1 else self.groups[:, None, None])
             member = ids == torch.arange(self.n, device=ids.device)[:, None]
-        return x.weights @ member.to(x.weights.dtype).mT
+        # The one key of a problem also comes where a block has none.
+        return x.weights @ member[..., : x.weights.shape[3]].to(x.weights.dtype).mT
 
 
 class Rows(_Chosen):
@@ -340,9 +341,11 @@ class Diagonal(Readout):
 
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
         b, h, i, j = x.weights.shape
+        if j == 0:
+            return x.weights.sum(-1)
         key = (x.at.p + (self.shift - x.at.keys.start)).expand(b, h, i, 1)
         inside = (key >= 0) & (key < j)
-        return x.weights.gather(-1, key.clamp(0, max(j - 1, 0))).where(inside, 0).squeeze(-1)
+        return x.weights.gather(-1, key.clamp(0, j - 1)).where(inside, 0).squeeze(-1)
 
 
 class Distance(Readout):

@@ -41,7 +41,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     b, h, g, i, j, _, _ = problem.sizes
     at = problem.at(slice(0, b), slice(0, h), slice(0, i), range(j))
     query, key = problem.query.to(problem.dtype), problem.key.to(problem.dtype)
-    bias = None if problem.bias is None else problem.bias.block(at).to(problem.dtype)
+    bias = None if problem.bias is None else problem.bias.block(at, problem.dtype)
 
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.device)
     if problem.mask is not None:

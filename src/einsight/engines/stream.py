@@ -94,26 +94,29 @@ class _Tile(NamedTuple):
 def _tiles(problem: Problem) -> Iterator[_Tile]:
     """The blocks, in order of items, heads, queries. Items and heads whose bounds differ are taken one by one."""
     b, h, g, i, j = problem.sizes[:5]
+    if 0 in (b, h, i):
+        yield _Tile(slice(0, b), slice(0, g), slice(0, h), slice(0, i), range(0), range(0))
+        return
     lo, hi, exact = problem.bounds
-    shared = h // max(g, 1)
+    shared = h // g
     most = SCORES.get(problem.device.type, SCORES_ELSEWHERE)
-    rows = max(1, min(ROWS, i))
+    rows = min(ROWS, i)
     starts, stops, lefts, rights = _hulls(lo, hi, rows, j, exact)
-    width = max(1, int((stops - starts).max())) if starts.numel() else 1
+    width = max(1, int((stops - starts).max()))
     if shared * rows * width > most and rows > 1:
         rows = max(1, most // (shared * width))
         starts, stops, lefts, rights = _hulls(lo, hi, rows, j, exact)
     room = max(1, most // (shared * rows * width))
-    groups = 1 if len(lo[0]) > 1 else max(1, min(g, room))
-    items = 1 if len(lo) > 1 or groups < g else max(1, min(b, room // groups))
+    groups = 1 if lo.shape[1] > 1 else min(g, room)
+    items = 1 if len(lo) > 1 or groups < g else min(b, room // groups)
     edges = [t.tolist() for t in (starts, stops, lefts, rights)]
-    for item in range(0, max(b, 1), items):
-        of_item = [edge[item if len(lo) > 1 else 0] for edge in edges] if b else [edge[0] for edge in edges]
-        for group in range(0, max(g, 1), groups):
+    for item in range(0, b, items):
+        of_item = [edge[item if len(lo) > 1 else 0] for edge in edges]
+        for group in range(0, g, groups):
             heads = slice(group * shared, min(group + groups, g) * shared)
-            first = heads.start if len(lo[0]) > 1 else 0
+            first = heads.start if lo.shape[1] > 1 else 0
             of_heads = [edge[first : first + shared] if len(edge) > 1 else edge for edge in of_item]
-            for chunk, row in enumerate(range(0, max(i, 1), rows)):
+            for chunk, row in enumerate(range(0, i, rows)):
                 start, stop = min(e[chunk] for e in of_heads[0]), max(e[chunk] for e in of_heads[1])
                 left, right = max(e[chunk] for e in of_heads[2]), min(e[chunk] for e in of_heads[3])
                 yield _Tile(
@@ -133,9 +136,6 @@ def _hulls(lo: Tensor, hi: Tensor, rows: int, j: int, exact: bool) -> tuple[Tens
     short = -lo.shape[-1] % rows
     if short:
         lo, hi = (torch.cat([t, t[..., -1:].expand(*t.shape[:2], short)], -1) for t in (lo, hi))
-    if lo.shape[-1] == 0:
-        lo, hi = (torch.zeros(*t.shape[:2], 1, dtype=torch.int64) for t in (lo, hi))
-        rows = 1
     lo, hi = lo.unflatten(-1, (-1, rows)), hi.unflatten(-1, (-1, rows))
     starts, stops, lefts, rights = lo.amin(-1), hi.amax(-1), lo.amax(-1), hi.amin(-1)
     return (starts, stops, lefts, rights) if exact else (starts, stops, lefts, lefts)
@@ -145,7 +145,7 @@ class _Space:
     """Memory for the scores and weights of a block, taken once: blocks of growing width fragment the heap."""
 
     def __init__(self, problem: Problem, tiles: list[_Tile]):
-        size = max((_size(tile) for tile in tiles), default=0)
+        size = max(map(_size, tiles))
         self.scores = torch.empty(size, dtype=problem.dtype, device=problem.device)
         keep = any(readout.reads_scores for readout in problem.readouts)
         self.weights = torch.empty_like(self.scores) if keep else self.scores
@@ -177,11 +177,11 @@ def _attend(
     reach = slice(tile.keys.start, tile.keys.stop)
     query, key = query.to(problem.dtype).reshape(n, flat, query.shape[3]), key[:, reach]
     seen = _seen(problem, tile, at)
-    bias = None if problem.bias is None else problem.bias.block(at).to(problem.dtype)
+    bias = None if problem.bias is None else problem.bias.block(at, problem.dtype)
     if bias is not None:
         seen = (bias != -torch.inf) if seen is None else seen & (bias != -torch.inf)
 
-    def per_group(seen: Bool[Tensor, "#b #h #i #j"]) -> Bool[Tensor, "n i j"]:
+    def per_group(seen: Bool[Tensor, "#b #h #i #j"]) -> Bool[Tensor, "n m j"]:
         return seen.expand(shape).reshape(n, flat, shape[3])
 
     if space is None:

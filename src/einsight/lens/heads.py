@@ -112,89 +112,160 @@ class Heads:
 def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     """The table of some layers' heads; see `Lens.heads`."""
     ids, real = _ids(tokens)
+    kinds = None if tokenizer is None else _kinds(ids, tokenizer)
     columns: dict[str, list] = {"layer": [], "head": []}
-    questions: dict[Any, _Questions] = {}
+    sequences: dict[Any, _Sequence] = {}
     for call in calls:
-        i, j = call.query.shape[2], call.key.shape[2]
-        if not i <= ids.shape[1] <= i + 1 or j != i or ids.shape[0] != call.query.shape[0]:
+        b, h, i, _ = call.query.shape
+        j = call.key.shape[2]
+        if not i <= ids.shape[1] <= i + 1 or j != i or ids.shape[0] != b:
             raise ValueError(
-                f"tokens must be those the model was given: layer {call.name!r} has {call.query.shape[0]} sequences "
+                f"tokens must be those the model was given: layer {call.name!r} has {b} sequences "
                 f"of {i} queries and {j} keys, but tokens are {list(ids.shape)}"
             )
-        # Layers that share a mask share everything that doesn't depend on the weights.
-        key = (i, id(call.rule.keep), id(call.rule.other), call.rule.causal, call.rule.left)
-        if key not in questions:
-            questions[key] = _Questions(call, ids[:, :i], None if real is None else real[:, :i], tokenizer)
-        for name, values in questions[key].ask(call).items():
-            columns.setdefault(name, []).extend(values)
-        columns["layer"] += [call.index] * call.query.shape[1]
-        columns["head"] += list(range(call.query.shape[1]))
+        total: dict[str, Tensor] = {}
+        count: dict[str, Tensor] = {}
+        for item in range(b):
+            chosen = _real(real, call.rule.keep, item, i)
+            key = (item, tuple(chosen.tolist()) if len(chosen) < i else i)
+            if key not in sequences:
+                sequences[key] = _Sequence(ids[item, chosen], None if kinds is None else kinds[item, chosen])
+            for name, (values, asked) in sequences[key].ask(call, item, chosen).items():
+                told = torch.where(asked, values, 0).sum(-1, dtype=torch.float64)
+                total[name] = total.get(name, 0) + told
+                count[name] = count.get(name, 0) + asked.expand(values.shape).sum(-1)
+        for name in COLUMNS:
+            if name in total:
+                columns.setdefault(name, []).extend((total[name] / count[name]).tolist())
+        columns["layer"] += [call.index] * h
+        columns["head"] += list(range(h))
     return Heads(columns)
 
 
-class _Questions:
-    """What is asked of every layer, and how the answers are averaged."""
+class _Sequence:
+    """The tokens of one sequence, without its padding, and what is asked of the weights on them."""
 
-    def __init__(self, call: Call, ids: Int[Tensor, "b i"], real: Bool[Tensor, "b i"] | None, tokenizer: Any):
-        device = call.query.device
-        ids = ids.to(device)
-        b, i = ids.shape
-        keep = call.rule.keep
-        if real is None:
-            real = torch.ones(b, i, dtype=torch.bool) if keep is None else keep.expand(b, i)
-        self.real = real = real.to(device)
-        place = torch.arange(i, device=device)
-        first = real.int().argmax(1)  # the first real token: padding may be on the left
-        before = _shifted(ids, real)
-        earlier = es.window(None, -1)
-        self.readouts: dict[str, es.Readout] = {
-            "entropy": es.Entropy(),
-            "first": es.Mass(torch.where(place == first[:, None], 0, -1), 1),
-            "previous": es.Diagonal(-1),
-            "itself": es.Diagonal(0),
-            "induction": es.Share(es.same(ids, before)),
-            "duplicate": es.Share(es.same(ids, ids) & earlier),
-            "near": es.Share(es.window(32, 32)),
-            "distance": es.Distance(),
-        }
-        follows = place > first[:, None]
+    def __init__(self, ids: Int[Tensor, " i"], kinds: Int[Tensor, " i"] | None):
+        self.ids, self.kinds, i = ids, kinds, len(ids)
+        self.place = torch.arange(i)
+        # Copies of a token side by side, in the order in which they came.
+        self.order = torch.sort(ids, stable=True).indices
+        self.back = self.order.argsort()
+        ids = ids[self.order]
+        self.copies = es.documents(ids) & es.window(None, -1)
+        has_copy = torch.cat([torch.zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])[:i][self.back]
         self.asked = {
-            "previous": real & follows,
-            "first": real & follows,
-            "induction": real & _has_match(ids, before, causal=call.rule.causal),
-            "duplicate": real & _has_match(ids, torch.where(real, ids, -1), strict=True),
+            "first": self.place > 0,
+            "previous": self.place > 0,
+            "induction": has_copy,
+            "duplicate": has_copy,
         }
-        if tokenizer is not None:
-            kinds = _kinds(ids, tokenizer)
-            self.readouts["special"] = es.Mass(torch.where(kinds == 1, 0, -1), 1)
-            self.readouts["punctuation"] = es.Mass(torch.where(kinds == 2, 0, -1), 1)
-        self.visible = _visible(call)
 
-    def ask(self, call: Call) -> dict[str, list]:
-        answers = call.weights.read(self.readouts)
-        answers = {n: a.squeeze(-1) if a.ndim == 4 else a for n, a in answers.items()}
-        most = self.visible.clamp(min=1).log()
-        answers["relative"] = answers["entropy"] / most.clamp(min=1e-9)
-        found = {}
-        for name in COLUMNS:
-            if name in answers:
-                asked = self.asked.get(name, self.real)[:, None]
-                if name == "relative":
-                    asked = asked & (self.visible > 1)
-                found[name] = _mean(answers[name], asked)
+    def ask(
+        self, call: Call, item: int, chosen: Int[Tensor, " i"]
+    ) -> dict[str, tuple[Float[Tensor, "h i"], Bool[Tensor, " i"]]]:
+        """Each column's values, and the queries for which it can be told."""
+        query, key = call.query[item : item + 1], call.key[item : item + 1]
+        if len(chosen) < query.shape[2]:
+            query, key = query[:, :, chosen.to(query.device)], key[:, :, chosen.to(key.device)]
+        settings, rule = call.settings, call.rule
+        if rule.other is None and rule.left is None and not {"bias", "score_mod"} & settings.keys():
+            found = self._by_parts(query, key, rule.causal, settings)
+            visible = self.place + 1 if rule.causal else torch.full_like(self.place, len(chosen))
+        else:
+            found, visible = self._directly(call, item, chosen)
+        found = {name: values.cpu() for name, values in found.items()}
+        found["relative"] = found["entropy"] / visible.clamp(min=2).log()
+        everywhere = torch.ones(len(chosen), dtype=torch.bool)
+        asked = {**self.asked, "relative": visible > 1}
+        return {name: (values, asked.get(name, everywhere)) for name, values in found.items()}
+
+    def _by_parts(
+        self, query: Tensor, key: Tensor, causal: bool, settings: dict[str, Any]
+    ) -> dict[str, Float[Tensor, "h i"]]:
+        """The share of the weights on some keys is exp(their lse − the whole lse), and theirs alone is cheap.
+
+        What is linear in the weights rides along as the value of the one call over all keys.
+        """
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        query, key, device = query.to(dtype), key.to(dtype), query.device
+        place = self.place.to(device, dtype)
+        asked = {"first": place == 0, "place": place}
+        if self.kinds is not None:
+            asked |= {"special": self.kinds.to(device) == 1, "punctuation": self.kinds.to(device) == 2}
+        value = torch.stack([column.to(dtype) for column in asked.values()], -1)
+        value = value.expand(1, key.shape[1], *value.shape)
+        mask = es.causal() if causal else None
+        output, (lse, entropy) = es.attention(
+            query, key, value, mask, readouts=[es.LogSumExp(), es.Entropy()], **settings
+        )
+        found = dict(zip(asked, output[0].unbind(-1), strict=True))
+        alone = {name: setting for name, setting in settings.items() if name != "sink"}
+
+        def share(query: Tensor, key: Tensor, mask: es.Mask, lse: Tensor) -> Float[Tensor, "h i"]:
+            return (es.AttentionWeights(query, key, mask, **alone).lse() - lse).exp()[0]
+
+        found["entropy"] = entropy[0]
+        ahead = 0 if causal else 32
+        found["near"] = share(query, key, es.window(32, ahead), lse)
+        found["previous"] = share(query, key, es.window(1, -1), lse)
+        found["itself"] = share(query, key, es.window(0, 0), lse)
+        order, back = self.order.to(device), self.back.to(device)
+        sorted_query, sorted_lse = query[:, :, order], lse[:, :, order]
+        found["duplicate"] = share(sorted_query, key[:, :, order], self.copies, sorted_lse)[:, back]
+        found["induction"] = share(sorted_query, key.roll(-1, 2)[:, :, order], self.copies, sorted_lse)[:, back]
+        if causal:
+            found["distance"] = place * found["near"].new_ones(()) - found.pop("place")
+        else:
+            del found["place"]
+            found["distance"] = es.AttentionWeights(query, key, mask, **settings).distance()[0]
         return found
 
+    def _directly(
+        self, call: Call, item: int, chosen: Int[Tensor, " i"]
+    ) -> tuple[dict[str, Float[Tensor, "h i"]], Int[Tensor, " i"]]:
+        """The same from readouts of the weights as they are, under any mask and bias."""
+        i = call.query.shape[2]
+        ids = torch.full((1, i), -1).index_copy(1, chosen, self.ids[None])
+        before = torch.full((1, i), -2).index_copy(1, chosen[1:], self.ids[None, :-1])
+        earlier = es.window(None, -1)
+        columns = {"first": chosen[:1]}
+        if self.kinds is not None:
+            columns |= {"special": chosen[self.kinds == 1], "punctuation": chosen[self.kinds == 2]}
+        member = torch.stack([torch.zeros(i).index_fill(0, keys, 1) for keys in columns.values()], -1)
+        weights = call.weights.select(batch=[item], queries=chosen)
+        found = weights.read(
+            {
+                "entropy": es.Entropy(),
+                "mass": es.Mass(member.to(call.query.device)),
+                "previous": es.Diagonal(-1),
+                "itself": es.Diagonal(0),
+                "near": es.Share(es.window(32, 32)),
+                "duplicate": es.Share(es.same(ids, ids) & earlier),
+                "induction": es.Share(es.same(ids, before) & es.window(None, 0)),
+                "distance": es.Distance(),
+            }
+        )
+        found |= dict(zip(columns, found.pop("mass").unbind(-1), strict=True))
+        return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
 
-def _mean(values: Float[Tensor, "b h i"], asked: Bool[Tensor, "b #h i"]) -> list:
-    count = asked.expand(values.shape).sum((0, 2))
-    return (torch.where(asked, values, 0).sum((0, 2), dtype=torch.float64) / count).tolist()
+
+def _real(
+    real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int
+) -> Int[Tensor, " n"]:
+    """The places of an item's tokens that aren't padding."""
+    if real is not None:
+        return real[item, :i].nonzero().flatten().cpu()
+    if keep is not None:
+        return keep[min(item, len(keep) - 1)].nonzero().flatten().cpu()
+    return torch.arange(i)
 
 
-def _visible(call: Call) -> Float[Tensor, "b 1 i"]:
+def _visible(call: Call, item: int, chosen: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """How many keys each query may see: exp of the lse of equal scores."""
-    query, key = call.query[:, :1, :, :1] * 0, call.key[:, :1, :, :1] * 0
-    same = es.AttentionWeights(query, key, call.mask, offset=call.offset)
-    return same.lse().exp().round()
+    query, key = torch.zeros_like(call.query[:, :1, :, :1]), torch.zeros_like(call.key[:, :1, :, :1])
+    equal = es.AttentionWeights(query, key, call.mask, offset=call.offset).select(batch=[item], queries=chosen)
+    return equal.lse()[0, 0].exp().round().cpu().long()
 
 
 def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
@@ -208,28 +279,6 @@ def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
     if real is not None:
         real = torch.as_tensor(real).reshape(-1, ids.shape[-1]).bool()
     return ids.reshape(-1, ids.shape[-1]), real
-
-
-def _shifted(ids: Int[Tensor, "b i"], real: Bool[Tensor, "b i"]) -> Int[Tensor, "b i"]:
-    """The token before each, -1 where there is none."""
-    before = ids.roll(1, 1).masked_fill(~real.roll(1, 1), -1)
-    before[:, 0] = -1
-    return before
-
-
-def _has_match(
-    queries: Int[Tensor, "b i"], keys: Int[Tensor, "b i"], *, causal: bool = True, strict: bool = False
-) -> Bool[Tensor, "b i"]:
-    """Whether some key (an earlier one) carries the query's id."""
-    found = torch.zeros_like(queries, dtype=torch.bool)
-    for row in range(len(queries)):
-        seen: dict[int, int] = {}
-        for n, key in enumerate(keys[row].tolist()):
-            seen.setdefault(key, n)
-        for n, query in enumerate(queries[row].tolist()):
-            at = seen.get(query)
-            found[row, n] = at is not None and (not causal or (at < n if strict else at <= n))
-    return found
 
 
 def _kinds(ids: Int[Tensor, "b i"], tokenizer: Any) -> Int[Tensor, "b i"]:

@@ -1,0 +1,24 @@
+"""The engines that the suite runs over. `stream` runs twice: with its own blocks, and with tiny ones that split
+every problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from einsight.engines import stream
+
+ENGINES = ["reference", "stream", "stream in tiny blocks", "auto"]
+
+
+@contextmanager
+def using(engine: str) -> Iterator[str]:
+    """The name to pass as engine=."""
+    with pytest.MonkeyPatch.context() as patch:
+        if engine == "stream in tiny blocks":
+            patch.setattr(stream, "ROWS", 3)
+            patch.setattr(stream, "SCORES", {"cpu": 24})
+            engine = "stream"
+        yield engine
