@@ -35,8 +35,7 @@ def load(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrained
         name_or_path: a folder in Hugging Face's format, or a model id of the Hugging Face hub.
 
     Returns:
-        `(model, tokenizer)`: the model in eval mode on the CPU, its attention through PyTorch's
-        `scaled_dot_product_attention`.
+        `(model, tokenizer)`: the model in eval mode on the CPU.
 
     Raises:
         ImportError: transformers is not installed.
@@ -141,9 +140,7 @@ def pretrained(source: str, **settings: object) -> tuple[PreTrainedModel, PreTra
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(source, **settings)
         # Never pickle: a checkpoint from elsewhere could run code.
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True, **settings
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True, **settings)
     return model.eval(), tokenizer
 
 

@@ -190,7 +190,7 @@ class _Sequence:
         dtype = torch.promote_types(query.dtype, torch.float32)
         query, key, device = query.to(dtype), key.to(dtype), query.device
         place = self.place.to(device, dtype)
-        asked = {"first": place == 0, "place": place}
+        asked = {"first": place == 0, "place": place, "all": torch.ones_like(place)}
         if self.kinds is not None:
             asked |= {"special": self.kinds.to(device) == 1, "punctuation": self.kinds.to(device) == 2}
         value = torch.stack([column.to(dtype) for column in asked.values()], -1)
@@ -202,22 +202,22 @@ class _Sequence:
         found = dict(zip(asked, output[0].unbind(-1), strict=True))
         alone = {name: setting for name, setting in settings.items() if name != "sink"}
 
-        def share(query: Tensor, key: Tensor, mask: es.Mask, lse: Tensor) -> Float[Tensor, "h i"]:
-            return (es.AttentionWeights(query, key, mask, **alone).lse() - lse).exp()[0]
-
-        found["entropy"] = entropy[0]
-        ahead = 0 if causal else 32
-        found["near"] = share(query, key, es.window(32, ahead), lse)
-        found["previous"] = share(query, key, es.window(1, -1), lse)
-        found["itself"] = share(query, key, es.window(0, 0), lse)
+        near = es.AttentionWeights(query, key, es.window(32, 0 if causal else 32), **alone).read(
+            {"near": es.LogSumExp(), "previous": es.Diagonal(-1), "itself": es.Diagonal(0)}
+        )
+        share = (near.pop("near") - lse).exp()
+        found |= {"entropy": entropy[0], "near": share[0]}
+        found |= {name: (weights * share)[0] for name, weights in near.items()}
         order, back = self.order.to(device), self.back.to(device)
         sorted_query, sorted_lse = query[:, :, order], lse[:, :, order]
-        found["duplicate"] = share(sorted_query, key[:, :, order], self.copies, sorted_lse)[:, back]
-        found["induction"] = share(sorted_query, key.roll(-1, 2)[:, :, order], self.copies, sorted_lse)[:, back]
+        # What followed each key stands in its place.
+        for name, keys in (("duplicate", key), ("induction", key.roll(-1, 2))):
+            copies = es.AttentionWeights(sorted_query, keys[:, :, order], self.copies, **alone)
+            found[name] = (copies.lse() - sorted_lse).exp()[0][:, back]
+        far, whole = found.pop("place"), found.pop("all")
         if causal:
-            found["distance"] = place * found["near"].new_ones(()) - found.pop("place")
+            found["distance"] = place * whole - far  # Σ w (p − j)
         else:
-            del found["place"]
             found["distance"] = es.AttentionWeights(query, key, mask, **settings).distance()[0]
         return found
 
