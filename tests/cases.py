@@ -18,9 +18,12 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 class Drawn:
     """What a mask or bias is drawn for."""
 
-    def __init__(self, draw: Any, sizes: tuple[int, int, int, int], offset: int | list[int], seed: int):
+    def __init__(
+        self, draw: Any, sizes: tuple[int, int, int, int], offset: int | list[int], seed: int, dtype: torch.dtype
+    ):
         self.draw, self.sizes, self.offset = draw, sizes, offset
         self.generator = torch.Generator().manual_seed(seed)
+        self.exact = torch.float64 if dtype == torch.float64 else torch.float32
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator)
@@ -33,23 +36,37 @@ class Drawn:
     def all_positions_inside(self) -> bool:
         _, _, i, j = self.sizes
         offsets = self.offset if isinstance(self.offset, list) else [self.offset]
-        return all(0 <= o and o + i <= j for o in offsets)
+        return all(o >= 0 and o + i <= j for o in offsets)
 
 
 def _leaf(drawn: Drawn) -> tuple[es.Mask, Predicate]:
     draw, (b, h, i, j) = drawn.draw, drawn.sizes
     kind = draw(
         st.sampled_from(
-            ["causal", "window", "lengths", "padding", "documents", "same", "prefix", "pairs", "allow", "forbid", "where"]
+            [
+                "causal",
+                "window",
+                "lengths",
+                "padding",
+                "documents",
+                "same",
+                "prefix",
+                "pairs",
+                "allow",
+                "forbid",
+                "where",
+            ]
         )
     )
     if kind == "causal":
         return es.causal(), lambda b, h, i, p, j: j <= p
     if kind == "window":
-        left, right = draw(st.sampled_from([(None, 0), (2, 0), (0, 0), (1, 3), (None, None), (4, -1), (-1, 3), (0, None)]))
-        return es.window(left, right), lambda b, h, i, p, j: (left is None or j >= p - left) and (
-            right is None or j <= p + right
+        left, right = draw(
+            st.sampled_from([(None, 0), (2, 0), (0, 0), (1, 3), (None, None), (4, -1), (-1, 3), (0, None)])
         )
+        return es.window(
+            left, right
+        ), lambda b, h, i, p, j: (left is None or j >= p - left) and (right is None or j <= p + right)
     if kind in ("lengths", "prefix"):
         one = draw(st.booleans())
         n = [draw(st.integers(0, j))] * b if one else drawn.integers(0, j + 1, b).tolist()
@@ -140,7 +157,7 @@ def cases(draw: Any, dtypes: list[torch.dtype] = DTYPES, lengths: list[int] = LE
     offset = draw(st.sampled_from([0, j - i, "items"]))
     if offset == "items":
         offset = [draw(st.integers(-2, max(j - i, 0) + 2)) for _ in range(b)]
-    drawn = Drawn(draw, (b, h, i, j), offset, draw(st.integers(0, 2**31)))
+    drawn = Drawn(draw, (b, h, i, j), offset, draw(st.integers(0, 2**31)), dtype)
     case = Case(
         _laid_out(drawn, b, h, i, d, dtype=dtype),
         _laid_out(drawn, b, g, j, d, dtype=dtype),
@@ -160,25 +177,25 @@ def cases(draw: Any, dtypes: list[torch.dtype] = DTYPES, lengths: list[int] = LE
     if draw(st.integers(0, 2)) == 0:
         case.arguments["bias"], case.bias = _bias(drawn, case)
     if draw(st.integers(0, 2)) == 0:
-        case.sink = torch.randn(h, generator=drawn.generator, dtype=torch.float64).to(torch.float32)
-        case.arguments["sink"] = case.sink
+        case.sink = torch.randn(h, generator=drawn.generator, dtype=drawn.exact)
+        case.arguments["sink"] = case.learned["sink"] = case.sink
     return case
 
 
 def _bias(drawn: Drawn, case: Case) -> tuple[Any, Any]:
     h = drawn.sizes[1]
     kind = drawn.draw(st.sampled_from(["tensor", "masking", "alibi", "relative", "sum"]))
-    table = torch.randn(drawn.shape(), generator=drawn.generator)
+    table = torch.randn(drawn.shape(), generator=drawn.generator, dtype=drawn.exact)
+    slopes = torch.rand(h, generator=drawn.generator, dtype=drawn.exact)
+    buckets = torch.randn(8, h, generator=drawn.generator, dtype=drawn.exact)
+    away = (case.positions()[:, None, :, None] - torch.arange(drawn.sizes[3])).abs()
     if kind == "masking":
         table = table.masked_fill(torch.rand(table.shape, generator=drawn.generator) < 0.3, -torch.inf)
-    slopes = torch.rand(h, generator=drawn.generator)
-    away = (case.positions()[:, None, :, None] - torch.arange(drawn.sizes[3])).abs()
     if kind == "alibi":
+        case.learned["slopes"] = slopes
         return es.alibi(slopes), lambda dtype: -slopes.to(dtype)[:, None, None] * away
-    if kind == "sum":
-        return es.alibi(slopes) + table, lambda dtype: table.to(dtype) - slopes.to(dtype)[:, None, None] * away
     if kind == "relative":
-        buckets = torch.randn(8, h, generator=drawn.generator)
+        case.learned["buckets"] = buckets
         ahead = torch.arange(drawn.sizes[3]) - case.positions()[:, None, :, None]
         # Eight buckets, split by direction: distances 0, 1 exact, then logarithmic from 2 to 16.
         far = torch.log(away.clamp(min=1).float() / 2) / torch.log(torch.tensor(16.0) / 2) * 2
@@ -187,6 +204,10 @@ def _bias(drawn: Drawn, case: Case) -> tuple[Any, Any]:
             es.relative(buckets, max_distance=16),
             lambda dtype: buckets.to(dtype)[index[:, 0]].movedim(-1, 1),
         )
+    case.learned["table"] = table
+    if kind == "sum":
+        case.learned["slopes"] = slopes
+        return es.alibi(slopes) + table, lambda dtype: table.to(dtype) - slopes.to(dtype)[:, None, None] * away
     return table, lambda dtype: table.to(dtype)
 
 

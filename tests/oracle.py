@@ -31,6 +31,7 @@ class Case:
     bias: Callable[[torch.dtype], Tensor] | None = None
     sink: Tensor | None = None
     offset: int | list[int] = 0
+    learned: dict[str, Tensor] = field(default_factory=dict)  # bias tensors, slopes, tables and sinks
 
     def __repr__(self) -> str:
         shapes = [list(t.shape) for t in (self.query, self.key, self.value)]

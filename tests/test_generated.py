@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import oracle
@@ -40,7 +41,7 @@ def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], finer:
     unreal = ~right.isfinite()
     assert torch.equal(got.double()[unreal].nan_to_num(7), right[unreal].nan_to_num(7)), name
     allowed = oracle.budget(right, low, got.dtype, finer)
-    error = (got.double() - right)[~unreal].abs().max().item() if (~unreal).any() else 0.0
+    error = (got.detach().double() - right)[~unreal].abs().max().item() if (~unreal).any() else 0.0
     assert error <= allowed, f"{name}: error {error:.3g} over budget {allowed:.3g}"
 
 
@@ -61,7 +62,9 @@ def test_forward(engine: str, case: Case, data: Any) -> None:
             case.query, case.key, case.value, readouts={n: r for n, (r, _) in readouts.items()}, **call
         )
         if name != "auto":
-            assert torch.equal(output, es.attention(case.query, case.key, case.value, **call)), "a readout changed a bit"
+            assert torch.equal(output, es.attention(case.query, case.key, case.value, **call)), (
+                "a readout changed a bit"
+            )
     dtype, finer = coarser(case.query.dtype)
     right = oracle.attend(case)
     low = [oracle.attend(case, dtype, order) for order in range(ORDERS)]
@@ -73,3 +76,59 @@ def test_forward(engine: str, case: Case, data: Any) -> None:
         else:
             assert seen[n].dtype == (torch.float64 if case.query.dtype == torch.float64 else torch.float32)
             check_close(n, seen[n], expected(right), [expected(o) for o in low], finer)
+
+
+def loss(results: dict[str, Tensor], seed: int) -> Tensor:
+    """A random linear function of all that is finite in the results."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64)
+    for name in sorted(results):
+        x = results[name]
+        factors = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        total = total + (torch.where(x.isfinite(), x, 0).double() * factors).sum()
+    return total
+
+
+def gradients(total: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not total.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+
+
+def oracle_gradients(
+    case: Case, readouts: dict[str, Any], dtype: torch.dtype, order: int, seed: int
+) -> dict[str, Tensor]:
+    operands = {n: getattr(case, n).detach().to(dtype).requires_grad_() for n in ("query", "key", "value")}
+    o = oracle.attend(replace(case, **operands), dtype, order)
+    found = {n: expected(o) for n, (_, expected) in readouts.items()}
+    found = {n: x[0] if isinstance(x, tuple) else x for n, x in found.items()}
+    return gradients(loss({"": o["output"], **found}, seed), {**operands, **case.learned})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@relaxed
+@given(case=cases(dtypes=[torch.float32, torch.float64, torch.bfloat16]), data=st.data(), seed=st.integers(0, 1000))
+def test_gradients(engine: str, case: Case, data: Any, seed: int) -> None:
+    readouts = readouts_for(case, data.draw)
+    if case.bias is not None and case.query.dtype == torch.bfloat16:
+        readouts.pop("scores", None)  # their coarse gradient in a bias that broadcasts measures the sum, not us
+    for leaf in case.learned.values():
+        leaf.requires_grad_()
+    operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
+    with using(engine) as name:
+        output, seen = es.attention(
+            *operands.values(), readouts={n: r for n, (r, _) in readouts.items()}, engine=name, **case.arguments
+        )
+        results = {n: x[0] if isinstance(x, tuple) else x for n, x in seen.items()}
+        got = gradients(loss({"": output, **results}, seed), {**operands, **case.learned})
+    dtype, finer = coarser(case.query.dtype)
+    right = oracle_gradients(case, readouts, torch.float64, 0, seed)
+    # A gradient may be a single number, on which the formula is right by luck: its error is taken over several losses.
+    low = []
+    for order in range(ORDERS):
+        coarse, exact = (oracle_gradients(case, readouts, t, order, seed + order) for t in (dtype, torch.float64))
+        low.append({n: right[n].double() + (coarse[n].double() - exact[n].double()) for n in right})
+    for n, gradient in got.items():
+        assert gradient.isfinite().all(), n
+        check_close(f"gradient of {n}", gradient, right[n].double(), [x[n] for x in low], finer)

@@ -438,8 +438,8 @@ def _as_ids(name: str, ids: object) -> Integer[Tensor, "b n"]:
 
 
 def documents(
-    ids: Shaped[Tensor, "..."] | None = None,
-    query_ids: Shaped[Tensor, "..."] | None = None,
+    ids: Shaped[Tensor, ...] | None = None,
+    query_ids: Shaped[Tensor, ...] | None = None,
     *,
     cu_seqlens: Integer[Tensor, " n"] | None = None,
 ) -> Mask:
@@ -466,7 +466,7 @@ def documents(
     return _Same(None if query_ids is None else _as_ids("query_ids", query_ids), _as_ids("ids", ids), "documents")
 
 
-def same(query_ids: Shaped[Tensor, "..."], key_ids: Shaped[Tensor, "..."]) -> Mask:
+def same(query_ids: Shaped[Tensor, ...], key_ids: Shaped[Tensor, ...]) -> Mask:
     """The keys whose id equals the query's: [i] or [b, i], and [j] or [b, j].
 
     With tokens as ids it asks for repetitions; with the tokens shifted by one it asks for induction: the keys

@@ -99,8 +99,14 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w, x, seen = ctx.saved_tensors
+        to_w = None
+        if ctx.needs_input_grad[0]:
+            to_w = _Inner.apply(grad, x, seen).where(seen, 0)
+            if not _all_finite(to_w):
+                # What sees a NaN but has no part in the loss shall not spoil what has.
+                to_w = _Weighted.apply(grad, x.mT, grad != 0).where(seen, 0)
         return (
-            _Inner.apply(grad, x, seen).where(seen, 0) if ctx.needs_input_grad[0] else None,
+            to_w,
             _Weighted.apply(w.mT, grad, seen.mT) if ctx.needs_input_grad[1] else None,
             None,
         )

@@ -66,10 +66,10 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
         sink = problem.sink.to(problem.dtype)[numbers(problem.heads, problem.device)].view(1, h, 1).expand(b, h, i)
         shift = torch.maximum(shift, sink)
     shift = shift.masked_fill(shift == -torch.inf, 0).detach()
-    exp = torch.exp(scores - shift.unsqueeze(-1)).where(seen, 0)
+    exp = torch.exp(scores - shift.unsqueeze(-1))
     total = exp.sum(-1) if sink is None else exp.sum(-1) + torch.exp(sink - shift)
     nothing = total == 0
-    weights = exp / total.masked_fill(nothing, 1).unsqueeze(-1)
+    weights = (exp / total.masked_fill(nothing, 1).unsqueeze(-1)).where(seen, 0)
     log_sum = torch.log(total.masked_fill(nothing, 1))
     lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
 

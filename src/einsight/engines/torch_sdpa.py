@@ -46,12 +46,9 @@ def holds(problem: Problem) -> None:
 
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"], tuple[Any, ...]]:
-    query, key, value = problem.query, problem.key, problem.value
-    if not _is_causal(problem):
-        return _kernel(problem, query, key, value), ()
     if problem.needs_grad:
-        return _Causal.apply(problem, query, key, value), ()
-    return _isolated(problem), ()
+        return _Differentiable.apply(problem, problem.query, problem.key, problem.value), ()
+    return _careful(problem, _kernel(problem, problem.query, problem.key, problem.value)), ()
 
 
 def _is_causal(problem: Problem) -> bool | None:
@@ -78,29 +75,35 @@ def _kernel(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Floa
     )
 
 
-def _isolated(problem: Problem) -> Float[Tensor, "b h i e"]:
-    """The kernel multiplies hidden values by a zero weight, so what isn't finite there has to be taken out."""
-    value = problem.value
-    output = _kernel(problem, problem.query, problem.key, value)
-    if bool(output.isfinite().all()):
+def _careful(problem: Problem, output: Float[Tensor, "b h i e"]) -> Float[Tensor, "b h i e"]:
+    """The kernel's output, mended where it breaks our conventions: it multiplies hidden values by a zero weight,
+    so that a NaN among them spreads, and on CPUs it makes zeros of a query that is NaN itself."""
+    if bool(_sound(output).all()) or problem.value is None:
         return output
-    unsound = ~value.isfinite()
-    if not bool(unsound.any()):
-        return output
-    clean = _kernel(problem, problem.query, problem.key, value.masked_fill(unsound, 0))
-    return torch.where(_meets(problem, unsound.any(-1)), stream.run(problem)[0], clean)
+    unsound = ~problem.value.isfinite()
+    if bool(unsound.any()):
+        # Queries that don't see these values get the very bits that they get when all is finite.
+        output = _kernel(problem, problem.query, problem.key, problem.value.masked_fill(unsound, 0))
+    right = _sound(output) & ~_meets(problem, unsound.any(-1))
+    return output if bool(right.all()) else output.where(right.unsqueeze(-1), stream.run(problem)[0])
 
 
-def _meets(problem: Problem, unsound: Bool[Tensor, "b g j"]) -> Bool[Tensor, "b h i 1"]:
-    """The queries that see one of these keys: under a causal mask, all from the first such key on."""
-    i, j, shared = problem.sizes.i, problem.sizes.j, problem.sizes.h // problem.sizes.g
-    met = unsound.cummax(-1).values.repeat_interleave(shared, 1)
-    last = torch.arange(i, device=met.device).clamp(max=j - 1)
-    return met[..., last].unsqueeze(-1)
+def _sound(output: Float[Tensor, "b h i e"]) -> Bool[Tensor, "b h i"]:
+    """Queries whose output is finite and not all 0, in one look at it."""
+    largest = torch.linalg.vector_norm(output, torch.inf, -1)
+    return (largest > 0) & (largest < torch.inf)
 
 
-class _Causal(torch.autograd.Function):
-    """The kernel with its own backward, whose gradients are checked: where one isn't finite `stream` computes them."""
+def _meets(problem: Problem, unsound: Bool[Tensor, "b g j"]) -> Bool[Tensor, "b h i"]:
+    """The queries that see one of these keys: all, or under a causal mask those from the first such key on."""
+    _, h, g, i, j, _, _ = problem.sizes
+    met = unsound.cummax(-1).values.repeat_interleave(h // g, 1)
+    last = torch.arange(i, device=met.device).clamp(max=j - 1) if _is_causal(problem) else torch.full((i,), j - 1)
+    return met[..., last]
+
+
+class _Differentiable(torch.autograd.Function):
+    """The kernel with its own backward, whose gradients are checked: where one isn't finite `stream` gives them."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,8 +112,8 @@ class _Causal(torch.autograd.Function):
         with torch.enable_grad():
             ctx.output = _kernel(problem, *ctx.inputs)
         output = ctx.output.detach()
-        ctx.sound = bool(output.isfinite().all())
-        return output if ctx.sound else _isolated(problem)
+        ctx.sound = bool(_sound(output).all())
+        return output if ctx.sound else _careful(problem, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
