@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,17 @@ class Bounds(NamedTuple):
     lo: Int[Tensor, "#b #h i"]
     hi: Int[Tensor, "#b #h i"]
     exact: bool
+
+
+def _remembered(method: Callable[[Any], Any]) -> Any:
+    """A property computed once; functools.cached_property takes a lock, which torch.compile can't trace."""
+
+    def get(self: Problem) -> Any:
+        if method.__name__ not in self.memory:
+            self.memory[method.__name__] = method(self)
+        return self.memory[method.__name__]
+
+    return property(get, doc=method.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +62,9 @@ class Problem:
     sink: Float[Tensor, " h"] | None = None
     dropout: float = 0.0
     readouts: tuple[Readout, ...] = ()
+    memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
+    @property
     def sizes(self) -> Sizes:
         b, h, i, d = self.query.shape
         g, j = self.key.shape[1:3]
@@ -63,17 +74,25 @@ class Problem:
     def device(self) -> torch.device:
         return self.query.device
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """What the scores, the softmax and the readouts are computed in."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @property
     def needs_grad(self) -> bool:
         if not torch.is_grad_enabled():
             return False
         # A user's function may capture anything.
         return self.score_mod is not None or any(t.requires_grad for t in self.tensors)
+
+    @property
+    def transformed(self) -> bool:
+        """Whether torch.func is transforming it."""
+        # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
+        if torch.compiler.is_compiling():
+            return False
+        return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -85,7 +104,7 @@ class Problem:
             *(t for readout in self.readouts for t in readout.tensors),
         )
 
-    @cached_property
+    @_remembered
     def bounds(self) -> Bounds:
         i, j = self.sizes.i, self.sizes.j
         if self.mask is None:
@@ -98,17 +117,17 @@ class Problem:
         lo, hi = lo.squeeze(-1).clamp(0, j), hi.squeeze(-1).clamp(0, j)
         return Bounds(lo, torch.maximum(lo, hi), exact)
 
-    @cached_property
+    @_remembered
     def may_be_empty(self) -> bool:
         """Whether there may be a query that sees nothing."""
         lo, hi, exact = self.bounds
         return not exact or self.bias is not None or self.score_mod is not None or bool((lo >= hi).any())
 
-    @cached_property
+    @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
         return self.positions.to(self.device)
 
-    @cached_property
+    @_remembered
     def placed_bounds(self) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
         """The bounds on the problem's device."""
         return self.bounds.lo.to(self.device), self.bounds.hi.to(self.device)

@@ -34,7 +34,7 @@ SCORES_ELSEWHERE = 2**25
 
 
 def refuses(problem: Problem) -> str | None:
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors):
+    if problem.transformed:
         return "torch.func can't transform a computation in blocks"
     return None
 
