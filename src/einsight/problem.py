@@ -92,7 +92,7 @@ class Problem:
         # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
         if torch.compiler.is_compiling():
             return False
-        return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in self.tensors)
+        return torch._C._functorch.peek_interpreter_stack() is not None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -108,13 +108,13 @@ class Problem:
     def bounds(self) -> Bounds:
         i, j = self.sizes.i, self.sizes.j
         if self.mask is None:
-            lo, hi, exact = 0, j, True
-        else:
-            cpu = torch.device("cpu")
-            at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
-            lo, hi, exact = self.mask.bounds(at)
-        lo, hi = torch.broadcast_tensors(torch.as_tensor(lo), torch.as_tensor(hi), torch.empty(1, 1, i, 1))[:2]
-        lo, hi = lo.squeeze(-1).clamp(0, j), hi.squeeze(-1).clamp(0, j)
+            return Bounds(torch.zeros(1, 1, i, dtype=torch.int64), torch.full((1, 1, i), j), True)
+        cpu = torch.device("cpu")
+        at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
+        lo, hi, exact = self.mask.bounds(at)
+        lo, hi = _bound(lo, i, j), _bound(hi, i, j)
+        if lo.shape != hi.shape:
+            lo, hi = torch.broadcast_tensors(lo, hi)
         return Bounds(lo, torch.maximum(lo, hi), exact)
 
     @_remembered
@@ -206,6 +206,13 @@ def _compose(outer: Axis, inner: Axis) -> Axis:
     return numbers(outer)[numbers(inner)]
 
 
+def _bound(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
+    if isinstance(bound, Tensor):
+        bound = bound.clamp(0, j).squeeze(-1)
+        return bound if bound.shape[-1] == i else bound.expand(*bound.shape[:-1], i)
+    return torch.full((1, 1, i), min(max(bound, 0), j))
+
+
 def pose(
     query: Any,
     key: Any,
@@ -222,7 +229,7 @@ def pose(
     readouts: tuple[Any, ...] = (),
 ) -> Problem:
     """Check the arguments of an attention call and make a problem of them. `value=None` asks for no output."""
-    query, key, value = autocast(query), autocast(key), autocast(value)
+    query, key, value = autocast(query, key, value)
     given = _check_tensors(query, key, value)
     if mask is not None and not isinstance(mask, Mask):
         _refuse_mask(mask)
@@ -277,13 +284,16 @@ def _positional(mask: Mask | None, bias: Bias | None, score_mod: object, readout
     return next((f"the readout {r!r}" for r in readouts if getattr(r, "positional", False)), None)
 
 
-def autocast(tensor: Any) -> Any:
-    """As autocast treats the operands of scaled_dot_product_attention."""
-    if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        kind = tensor.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return tensor.to(torch.getautocast_dtype(kind))
-    return tensor
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The operands as autocast would have them for scaled_dot_product_attention."""
+    kind = next((t.device.type for t in tensors if isinstance(t, Tensor)), "meta")
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(narrow) if isinstance(t, Tensor) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t
+        for t in tensors
+    )
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
@@ -304,7 +314,6 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, not {tensor.dtype}; write {name}.float()"
             )
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
     for name, tensor in named.items():
         if tensor.dtype != query.dtype:
             raise TypeError(
@@ -317,21 +326,25 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     b, h, i, d = query.shape
     g, j = key.shape[1:3]
     if key.shape[0] != b:
-        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({shapes})")
+        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({_shapes(named)})")
     if key.shape[3] != d:
-        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({shapes})")
+        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({_shapes(named)})")
     if value is not None:
         if value.shape[0] != b:
-            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({shapes})")
+            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({_shapes(named)})")
         if value.shape[1] != g:
-            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({shapes})")
+            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({_shapes(named)})")
         if value.shape[2] != j:
-            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({shapes})")
+            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({_shapes(named)})")
     if g != h and (g == 0 or h % g != 0):
-        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({shapes})")
+        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({_shapes(named)})")
     if d == 0:
-        raise ValueError(f"the head dimension of query and key is 0 ({shapes})")
+        raise ValueError(f"the head dimension of query and key is 0 ({_shapes(named)})")
     return Sizes(b, h, g, i, j, d, 0 if value is None else value.shape[3])
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
 
 
 def _refuse_mask(mask: object) -> None:
