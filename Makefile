@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up everything they need on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
-NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/*.cpp src/einsight/engines/native/*.hpp)
+NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
 .PHONY: demo test lint model
 demo: .venv/installed

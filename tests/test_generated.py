@@ -18,7 +18,7 @@ from torch import Tensor
 
 import einsight as es
 
-ORDERS = 4  # orders of summation in which the formula's own error is taken
+ORDERS = 8  # orders of summation in which the formula's own error is taken
 
 # No shrinking: a failing problem is small already, and shrinking one takes minutes.
 relaxed = settings(

@@ -400,7 +400,7 @@ class _Same(Mask):
                 f"{self.name} has ids for the {ids.shape[1]} keys, but a query stands at position "
                 f"{int(p[outside][0])}: give query_ids"
             )
-        b = max(len(ids), len(p))
+        b = torch.broadcast_shapes(ids.shape[:1], p.shape[:1])[0]
         return ids.expand(b, -1).gather(1, p.expand(b, -1))[:, None, :, None], keys
 
     def bounds(self, at: At) -> tuple[Bound, Bound, bool]:

@@ -61,16 +61,16 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     seen = scores != -torch.inf
 
     largest = scores.amax(-1) if j else scores.sum(-1) - torch.inf
-    shift, sink = largest, None
-    if problem.sink is not None:
-        sink = problem.sink.to(problem.dtype)[numbers(problem.heads, problem.device)].view(1, h, 1).expand(b, h, i)
-        shift = torch.maximum(shift, sink)
-    shift = shift.masked_fill(shift == -torch.inf, 0).detach()
-    exp = torch.exp(scores - shift.unsqueeze(-1))
-    total = exp.sum(-1) if sink is None else exp.sum(-1) + torch.exp(sink - shift)
-    nothing = total == 0
-    weights = (exp / total.masked_fill(nothing, 1).unsqueeze(-1)).where(seen, 0)
-    log_sum = torch.log(total.masked_fill(nothing, 1))
+    joined, shift = scores, largest
+    if problem.sink is not None:  # one more key, which has no value
+        heads = numbers(problem.heads, problem.device)
+        sink = problem.sink.to(problem.dtype)[heads].view(1, h, 1).expand(b, h, i)
+        joined, shift = torch.cat([scores, sink.unsqueeze(-1)], -1), torch.maximum(largest, sink)
+    nothing = shift == -torch.inf
+    joined = joined.masked_fill(nothing.unsqueeze(-1), 0)
+    shift = shift.masked_fill(nothing, 0).detach()
+    weights = torch.softmax(joined, -1)[..., :j].masked_fill(nothing.unsqueeze(-1), 0).where(seen, 0)
+    log_sum = torch.logsumexp(joined - shift.unsqueeze(-1), -1).masked_fill(nothing, 0)
     lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
 
     output = None

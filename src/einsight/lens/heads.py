@@ -250,9 +250,7 @@ class _Sequence:
         return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
 
 
-def _real(
-    real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int
-) -> Int[Tensor, " n"]:
+def _real(real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
     """The places of an item's tokens that aren't padding."""
     if real is not None:
         return real[item, :i].nonzero().flatten().cpu()
@@ -275,7 +273,9 @@ def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
         tokens = tokens["input_ids"]
     ids = torch.as_tensor(tokens)
     if ids.dtype.is_floating_point or ids.ndim not in (1, 2):
-        raise TypeError(f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}")
+        raise TypeError(
+            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}"
+        )
     if real is not None:
         real = torch.as_tensor(real).reshape(-1, ids.shape[-1]).bool()
     return ids.reshape(-1, ids.shape[-1]), real

@@ -120,7 +120,14 @@ class Watch(TorchFunctionMode):
             self.busy = False
 
     def from_graph(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, name: str
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        name: str,
     ) -> None:
         """Take note of a call that a compiled graph has made."""
         if self.lenses and not in_backward():
