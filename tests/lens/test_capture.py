@@ -1,6 +1,7 @@
 """What the lens sees, and that nothing changes by it, in models that aren't Hugging Face's."""
 
 import contextlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -345,8 +346,16 @@ test_record_attention_written_by_hand = pytest.mark.filterwarnings("ignore:the l
 
 def test_refusals():
     model = GPT("sdpa")
-    with pytest.raises(TypeError, match="layers must be a range, list or set of layer numbers, not '3'"):
-        Lens(model, layers="3")
+    bare = inspect.unwrap(Lens.__init__)  # without the check of types that the tests wrap around it
+    for arguments, said in [
+        (("gpt2",), r"model must be a torch\.nn\.Module, not str"),
+        ((model, 3), "layers must be a range, list or set of layer numbers, not 3"),
+        ((model, "3"), "layers must be a range, list or set of layer numbers, not '3'"),
+    ]:
+        with pytest.raises(TypeError, match=said):
+            bare(object.__new__(Lens), arguments[0], layers=[*arguments, None][1])
+    with pytest.raises(TypeError, match="on_call must be a function of a Call, not 1"):
+        bare(object.__new__(Lens), model, on_call=1)
     with Lens(model) as lens:
         model(torch.randint(0, 17, (1, 5)))
     with pytest.raises(IndexError, match="layer 3 is out of range: the lens saw 3 self-attention layers"):
