@@ -89,11 +89,9 @@ class Problem:
     def bounds(self) -> Bounds:
         i, j = self.sizes.i, self.sizes.j
         if self.mask is None:
-            lo, hi, exact = 0, j, True
-        else:
-            cpu = torch.device("cpu")
-            at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
-            lo, hi, exact = self.mask.bounds(at)
+            return Bounds(torch.zeros(1, 1, i, dtype=torch.int64), torch.full((1, 1, i), j), True)
+        at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, torch.device("cpu"))
+        lo, hi, exact = self.mask.bounds(at)
         lo, hi = torch.broadcast_tensors(torch.as_tensor(lo), torch.as_tensor(hi), torch.empty(1, 1, i, 1))[:2]
         lo, hi = lo.squeeze(-1).clamp(0, j), hi.squeeze(-1).clamp(0, j)
         return Bounds(lo, torch.maximum(lo, hi), exact)
