@@ -28,8 +28,7 @@ inline void fill(float *to, int64_t begin, int64_t end, float x) {
 
 // The factor that turns kept exponentials of a tile into weights.
 inline float tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, float inverse) {
-  float now = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
-  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - now) * (a.unit() * kLog2e);
+  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
   return exp2_nonpositive(shift) * inverse;
 }
 
@@ -135,10 +134,11 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
 // Joins the results of two ranges of keys.
 inline void merge(const Request &a, Rows &into, const Rows &from) {
   int64_t padded = ValuePanels(a.e).padded();
+  float exponent = a.unit() * kLog2e;
   for (int64_t r = 0; r < into.count; r++) {
-    float mine = move_reference(a, into, r, from.reference[r]);
+    float mine = move_reference(a, into, r, from.reference[r], exponent);
     Rows other = from;  // brings the other side to the same reference; its scores are all at most this
-    float theirs = move_reference(a, other, r, into.reference[r]);
+    float theirs = move_reference(a, other, r, into.reference[r], exponent);
     into.largest[r] = larger(from.largest[r], into.largest[r]);
     for (int64_t k = 0; k < kMaxWidth; k += W) {
       int64_t at = r * kMaxWidth + k;
