@@ -268,9 +268,9 @@ def _softmax(
         return weights, (largest, shift, log_sum, (shift + log_sum).masked_fill(nothing, -torch.inf))
     heads = numbers(problem.heads[tile.heads], problem.device)
     sink = problem.sink.to(problem.dtype)[heads].view(1, -1, 1).expand(shift.shape)
-    keys = log_sum.masked_fill(nothing, -torch.inf)
+    # Where there is nothing beside the sink its sum is exp(0); −∞ for the keys' would have no second derivative.
+    with_sink = torch.logaddexp(log_sum, sink - shift).masked_fill(nothing, 0)
     shift = torch.where(nothing, sink, shift)
-    with_sink = torch.logaddexp(keys, sink - shift)
     weights = weights * torch.exp(log_sum - with_sink).unsqueeze(-1)
     return weights, (largest, shift, with_sink, shift + with_sink)
 
