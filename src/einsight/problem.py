@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers
@@ -59,7 +60,7 @@ class Problem:
     softcap: float | None = None
     score_mod: ScoreMod | None = None
     bias: Bias | None = None
-    sink: Float[Tensor, " h"] | None = None
+    sink: Float[Tensor, " all_h"] | None = None
     dropout: float = 0.0
     readouts: tuple[Readout, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -87,14 +88,6 @@ class Problem:
         return self.score_mod is not None or any(t.requires_grad for t in self.tensors)
 
     @property
-    def transformed(self) -> bool:
-        """Whether torch.func is transforming it."""
-        # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
-        if torch.compiler.is_compiling():
-            return False
-        return torch._C._functorch.peek_interpreter_stack() is not None
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that gradients may flow into, as far as can be seen."""
         own = (self.query, self.key, self.value, self.sink)
@@ -103,6 +96,23 @@ class Problem:
             *(() if self.bias is None else self.bias.tensors),
             *(t for readout in self.readouts for t in readout.tensors),
         )
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether torch.func or forward-mode derivatives are at work: on these tensors, or on what a function of
+        the user's captures, which can't be seen."""
+        # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
+        if torch.compiler.is_compiling():
+            return False
+        return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each tensor was changed in place: who computes a block again for the backward must find
+        what there was in the forward."""
+        rules = (self.mask, self.bias, *self.readouts)
+        held = (*self.tensors, *(t for rule in rules if rule is not None for t in _held(rule)))
+        return tuple(0 if t.is_inference() else t._version for t in held)
 
     @_remembered
     def bounds(self) -> Bounds:
@@ -191,6 +201,15 @@ class Problem:
             if r.queries is not None
         )
         return replace(self.select(queries=axis), readouts=tuple(rebased))
+
+
+def _held(rule: Mask | Bias | Readout) -> Iterator[Tensor]:
+    """The tensors that a rule is made of."""
+    for part in vars(rule).values():
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, Mask | Bias | Readout):
+            yield from _held(part)
 
 
 def _pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
