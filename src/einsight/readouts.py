@@ -157,7 +157,7 @@ class Entropy(Readout):
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
         # −ln w = log_sum − (score − shift), both terms ≥ 0 but for the sink: nothing cancels. A key so far
         # below that it weighs nothing is held at a finite depth, or its −∞ would meet the weight 0.
-        depth = (x.scores - x.shift.unsqueeze(-1)).clamp_(min=-1e4)
+        depth = (x.scores - x.shift.unsqueeze(-1)).clamp_min_(-1e4)
         return x.weights.sum(-1) * x.log_sum - (depth * x.weights).sum(-1)
 
 
@@ -219,13 +219,10 @@ class TopK(_Chosen):
         hidden = ~x.seen.expand(x.at.shape)
         # −1 sorts behind every weight, so hidden keys come last, also behind visible ones of weight 0.
         marked = x.weights.detach().masked_fill(hidden, -1)
-        # One more than asked for shows whether a tie reaches across the end.
-        found, index = marked.topk(min(self.k + 1, marked.shape[-1]), dim=-1)
-        tied = ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] >= 0)).any(-1)
-        if bool(tied.any()):
-            # torch.topk leaves the order of equal weights open; a stable sort doesn't.
-            index[tied] = marked[tied].sort(dim=-1, descending=True, stable=True)[1][..., : index.shape[-1]]
-        index = index[..., : self.k]
+        if torch._C._functorch.maybe_current_level() is None:
+            index = _largest(marked, self.k)
+        else:  # torch.func can't branch on a value
+            index = marked.sort(dim=-1, descending=True, stable=True)[1][..., : self.k]
         absent = hidden.gather(-1, index)
         weights = x.weights.gather(-1, index).masked_fill(absent, 0)
         index = (index + x.at.keys.start).masked_fill(absent, -1)
@@ -234,6 +231,17 @@ class TopK(_Chosen):
 
     def join(self, *parts: Tensor) -> Top:
         return Top(*parts)
+
+
+def _largest(x: Float[Tensor, "b h i j"], k: int) -> Int[Tensor, "b h i k"]:
+    """Where the k largest of each row are, of equal ones the first."""
+    # One more than asked for shows whether a tie reaches across the end.
+    found, index = x.topk(min(k + 1, x.shape[-1]), dim=-1)
+    tied = ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] >= 0)).any(-1)
+    if bool(tied.any()):
+        # torch.topk leaves the order of equal numbers open; a stable sort doesn't.
+        index[tied] = x[tied].sort(dim=-1, descending=True, stable=True)[1][..., : index.shape[-1]]
+    return index[..., :k]
 
 
 class Share(Readout):
