@@ -437,7 +437,7 @@ REFUSALS: dict[str, Refusal] = {
         "engine='torch_sdpa' can't compute this: it gives the output alone, no readouts; stream and reference can",
     ),
     "a mask that an engine lacks": (
-        lambda: attention(es.window(2, 0), offset=2, engine="torch_sdpa"), ValueError,
+        lambda: attention(es.window(2, 0), value=k, offset=2, engine="torch_sdpa"), ValueError,
         "engine='torch_sdpa' can't compute this: of masks it has only causal, with query 0 at key 0; stream and",
     ),
     "a bias that an engine lacks": (
@@ -624,7 +624,8 @@ REFUSALS: dict[str, Refusal] = {
         "the 6 query heads",
     ),
     "W @ another dtype": (
-        lambda: W @ v.double(), TypeError, "W @ value: value is torch.float64 on cpu, but query torch.float32 on cpu"
+        lambda: W @ v.double(), TypeError,
+        "W @ value: value is torch.float64, but query torch.float32: value.to(query.dtype)",
     ),
     "W @ another device": (
         lambda: W @ v.to("meta"), ValueError,
@@ -690,7 +691,7 @@ def test_functions_that_give_other_shapes_are_refused_by_every_engine(engine: st
     with pytest.raises(ValueError, match=r"where\(fn\): fn\(b, h, p, j\) returned shape \[5, 4\]"):
         attention(es.where(lambda b, h, p, j: boolean[:, :4]), offset=0, engine=engine)
     with pytest.raises(ValueError, match=r"score_mod\(score, b, h, p, j\) must return the scores"):
-        attention(score_mod=lambda s, b, h, p, j: s[:1], offset=0, engine=engine)
+        attention(score_mod=lambda s, b, h, p, j: s[:, :4], offset=0, engine=engine)
 
 
 def test_refusals_come_before_any_work() -> None:

@@ -109,8 +109,8 @@ class Readout:
         return parts[0]
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({named})"
+        own = {n: x for n, x in vars(self).items() if not n.startswith("_") and n not in ("positional", "tensors")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
 
 def changed(readout: Readout, **changes: object) -> Readout:
@@ -277,8 +277,12 @@ class Mass(_Chosen):
 
     def __init__(self, groups: Shaped[Tensor, ...], n: int | None = None, queries: object = None):
         super().__init__(queries)
-        if not isinstance(groups, Tensor) or groups.dtype.is_complex:
-            raise TypeError(f"Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not {groups!r}")
+        if not isinstance(groups, Tensor) or groups.dtype.is_complex or groups.dtype == torch.bool:
+            what = f"{groups.dtype} {list(groups.shape)}" if isinstance(groups, Tensor) else repr(groups)
+            way = "; the weight on the keys of a boolean tensor is Share(allow(tensor))" if "bool" in what else ""
+            raise TypeError(f"Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not {what}{way}")
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
+            raise TypeError(f"Mass' n must be an int, not {n!r}")
         if groups.dtype.is_floating_point:
             if groups.ndim != 2 or n not in (None, groups.shape[1]):
                 raise ValueError(f"Mass takes a float matrix [j, n], but groups has shape {list(groups.shape)}, n={n}")
