@@ -56,29 +56,33 @@ class Mask:
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; combine masks with & | ~ instead of and, or, not")
 
-    def dense(self, i: int, j: int, *, offset: int | Tensor | None = None) -> Bool[Tensor, "*bh i j"]:
+    def dense(
+        self, i: int, j: int, *, b: int | None = None, h: int | None = None, offset: int | Tensor | None = None
+    ) -> Bool[Tensor, "*bh i j"]:
         """The mask as a boolean tensor, True where query i may see key j.
 
-        Shaped [i, j], or [b, h, i, j] (h = 1 where heads are alike) when the rule differs between batch items
-        or heads. `offset` says where query 0 stands among the keys: see `einsight.attention`.
+        Shaped [i, j], or [b, h, i, j] (h = 1 where heads are alike) when the rule's tensors differ between batch
+        items or heads; for a function of b or h (`where`) say how many there are. `offset` says where query 0
+        stands among the keys: see `einsight.attention`.
 
         >>> import einsight as es
         >>> es.causal().dense(2, 3, offset=1)
         tensor([[ True,  True, False],
                 [ True,  True,  True]])
         """
-        b, h = self.extent()
-        sizes = Sizes(b, h, h, i, j, 1, 1)
+        items, heads = self.extent()
+        if b is None:
+            b = max(items, offset.numel() if isinstance(offset, Tensor) else 1)
+        sizes = Sizes(b, heads if h is None else h, 1, i, j, 1, 1)
         positions = place_queries(offset, sizes, needed_by="the mask" if self.positional else None)
-        self.check(sizes._replace(b=max(b, len(positions))))
-        sizes = sizes._replace(b=max(b, len(positions)))
-        at = At(sizes, range(sizes.b), range(h), range(i), range(j), positions, torch.device("cpu"))
-        allowed = self.allowed(at)
-        b, h = (max(a, s) for a, s in zip(allowed.shape[:2], (sizes.b, h), strict=True))
-        allowed = allowed.expand(b, h, i, j).clone()
-        return allowed[0, 0] if b == h == 1 else allowed
+        self.check(sizes)
+        at = At(sizes, range(b), range(sizes.h), range(i), range(j), positions, torch.device("cpu"))
+        allowed = self.allowed(at).expand(b, sizes.h, i, j).clone()
+        return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
 
-    def show(self, i: int, j: int, *, offset: int | Tensor | None = None) -> str:
+    def show(
+        self, i: int, j: int, *, b: int | None = None, h: int | None = None, offset: int | Tensor | None = None
+    ) -> str:
         """The mask as a picture in characters: a row per query, ■ where it may see the key, · where not.
 
         >>> import einsight as es
@@ -87,11 +91,11 @@ class Mask:
         ■ ■ ·
         ■ ■ ■
         """
-        dense = self.dense(i, j, offset=offset)
+        dense = self.dense(i, j, b=b, h=h, offset=offset)
         if dense.ndim == 2:
             return _picture(dense)
         return "\n\n".join(
-            f"b = {b}, h = {h}\n{_picture(dense[b, h])}" for b in range(len(dense)) for h in range(dense.shape[1])
+            f"b = {n}, h = {m}\n{_picture(dense[n, m])}" for n in range(len(dense)) for m in range(dense.shape[1])
         )
 
 
