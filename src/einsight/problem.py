@@ -304,7 +304,7 @@ def autocast(tensor: Any) -> Any:
     if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
         kind = tensor.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return tensor.to(torch.getautocast_dtype(kind))
+            return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
 
 
