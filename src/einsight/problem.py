@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
@@ -91,7 +92,7 @@ class Problem:
     def is_transformed(self) -> bool:
         """Whether torch.func or forward-mode derivatives are at work: on these tensors, or on what a function of
         the user's captures, which can't be seen."""
-        return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+        return maybe_current_level() is not None or forward_ad._current_level >= 0
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -260,7 +261,7 @@ def pose(
         _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
         mask,
         None if softcap is None else _softcap(softcap),
-        score_mod,
+        score_mod,  # type: ignore[arg-type]
         bias,
         None if sink is None else _sink(sink, query, given),
         _dropout(dropout),
