@@ -227,7 +227,7 @@ def _compose(outer: Axis, inner: Axis) -> Axis:
 
 def _bound(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
     if isinstance(bound, Tensor):
-        bound = bound.clamp(0, j).squeeze(-1)
+        bound = bound.clamp(0, j).view(1, 1, 1) if bound.ndim == 0 else bound.clamp(0, j).squeeze(-1)
         return bound if bound.shape[-1] == i else bound.expand(*bound.shape[:-1], i)
     return torch.full((1, 1, i), min(max(bound, 0), j))
 
