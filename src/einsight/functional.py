@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from einsight.biases import Bias
 from einsight.engines import choose
@@ -74,6 +75,24 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
+    if has_torch_function((query, key, value)):  # somebody looks on, such as einsight.lens
+        return handle_torch_function(
+            attention,
+            (query, key, value),
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            score_mod=score_mod,
+            bias=bias,
+            sink=sink,
+            offset=offset,
+            dropout=dropout,
+            readouts=readouts,
+            engine=engine,
+        )
     if value is None:
         raise TypeError(
             "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)"

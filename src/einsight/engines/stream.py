@@ -8,7 +8,7 @@ and allows second derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from einsight.coordinates import At, along, numbers
 from einsight.engines.join import Join
-from einsight.engines.products import inner, select_product, weighted
+from einsight.engines.products import all_finite, inner, select_product, weighted
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
 
@@ -29,13 +29,13 @@ MAKES = "any result, first and second derivatives; memory for a few blocks"
 # Rows of a block, and how many scores it holds at most: on a CPU the block stays in the cache, on a GPU it is
 # large enough to be worth a launch. Measured: docs/decisions.md.
 ROWS = 128
-SCORES = {"cpu": 2**20}
+SCORES = {"cpu": 2**21}
 SCORES_ELSEWHERE = 2**25
 
 
 def refuses(problem: Problem) -> str | None:
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors):
-        return "torch.func can't transform a computation in blocks"
+    if problem.is_transformed:
+        return "torch.func and forward mode can't transform a computation in blocks"
     return None
 
 
@@ -58,7 +58,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     output = Join(((*sizes[:2], sizes.i, sizes.e),), grad=grad)
     answers = [_Answer(readout, problem) for readout in problem.readouts]
     space = None if grad else _Space(problem, tiles)
-    held = None
+    held, versions = None, problem.versions if grad else ()
     for tile in tiles:
         if held != (tile.batch, tile.groups):
             held = (tile.batch, tile.groups)
@@ -68,6 +68,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
             rows = iter(problem.query[tile.batch, tile.heads].split(lengths, 2))
         work = partial(_attend, problem, tile, next(rows), key, value, answers)
         if grad and len(tiles) > 1:
+            work = partial(_if_unchanged, problem, versions, work)
             piece, pieces = checkpoint(work, use_reentrant=False, preserve_rng_state=problem.dropout > 0)
         else:
             piece, pieces = work(space)
@@ -77,6 +78,20 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
             if found is not None:
                 answer.join.put(*found)
     return None if problem.value is None else output.whole()[0], tuple(answer.whole() for answer in answers)
+
+
+def _if_unchanged(problem: Problem, versions: tuple[int, ...], work: Callable[[], _Found]) -> _Found:
+    """The block, unless what it is computed from was changed since the forward."""
+    if problem.versions != versions:
+        raise RuntimeError(
+            "a tensor of an attention call has been modified by an inplace operation before the backward, which "
+            "computes its blocks again; change a clone of it, or ask for engine='reference'"
+        )
+    return work()
+
+
+# The output of a block, and for each readout the place and the parts of its piece.
+_Found = tuple[Tensor | None, list[tuple[tuple[int, ...], tuple[Tensor, ...]] | None]]
 
 
 class _Tile(NamedTuple):
@@ -168,7 +183,7 @@ def _attend(
     value: Float[Tensor, "n j e"] | None,
     answers: list[_Answer],
     space: _Space | None = None,
-) -> tuple[Tensor | None, list[tuple[tuple[int, ...], tuple[Tensor, ...]] | None]]:
+) -> _Found:
     """The output of one block and what the readouts say of it; without `space`, so that gradients can flow."""
     at = problem.at(tile.batch, tile.heads, tile.rows, tile.keys)
     shape, groups = at.shape, tile.groups.stop - tile.groups.start
@@ -185,7 +200,7 @@ def _attend(
         return seen.expand(shape).reshape(n, flat, shape[3])
 
     if space is None:
-        scores = inner(query, key, None if seen is None else per_group(seen)) * problem.scale
+        scores = inner(query * problem.scale, key, None if seen is None else per_group(seen))
     else:
         room = space.scores[: n * flat * shape[3]].view(n, flat, shape[3])
         scores = torch.baddbmm(room, query, key.mT, beta=0, alpha=problem.scale, out=room)
@@ -210,7 +225,7 @@ def _attend(
             output = weighted(kept, value, None if seen is None else per_group(seen))
         else:
             output = torch.bmm(kept, value)
-            if seen is not None and not bool(output.isfinite().all()):
+            if seen is not None and not all_finite(output):
                 output = select_product(kept, value, per_group(seen))
         output = output.view(*shape[:3], value.shape[2]).to(problem.query.dtype)
     if not answers:
@@ -249,28 +264,33 @@ def _hide(scores: Tensor, seen: Tensor, tile: _Tile, *, in_place: bool, everywhe
 def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
 ) -> tuple[Float[Tensor, "b h i j"], tuple[Float[Tensor, "b h i"], ...]]:
-    """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse)."""
-    largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
+    """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse) if they matter."""
+    largest = None
+    if problem.readouts or problem.sink is not None or problem.may_be_empty:
+        # In place the softmax writes over the scores, so this comes first.
+        largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
     if space is None:
         weights = torch.softmax(scores, -1)
     else:
         weights = torch.softmax(scores, -1, out=space.weights[: scores.numel()].view(scores.shape))
+    if largest is None:
+        return weights, ()
     nothing = largest == -torch.inf
     if problem.may_be_empty:
         weights = weights.masked_fill(nothing.unsqueeze(-1), 0)
+    if seen is not None and not bool((largest < torch.inf).all()):
+        weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
     # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
     total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
-    if seen is not None and bool(total.isnan().any()):
-        weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
     shift = largest.masked_fill(nothing, 0)
     log_sum = -torch.log(total.masked_fill(nothing, 1))
     if problem.sink is None:
         return weights, (largest, shift, log_sum, (shift + log_sum).masked_fill(nothing, -torch.inf))
     heads = numbers(problem.heads[tile.heads], problem.device)
     sink = problem.sink.to(problem.dtype)[heads].view(1, -1, 1).expand(shift.shape)
-    keys = log_sum.masked_fill(nothing, -torch.inf)
+    # Where there is nothing beside the sink its sum is exp(0); −∞ for the keys' would have no second derivative.
+    with_sink = torch.logaddexp(log_sum, sink - shift).masked_fill(nothing, 0)
     shift = torch.where(nothing, sink, shift)
-    with_sink = torch.logaddexp(keys, sink - shift)
     weights = weights * torch.exp(log_sum - with_sink).unsqueeze(-1)
     return weights, (largest, shift, with_sink, shift + with_sink)
 
