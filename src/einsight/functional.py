@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from einsight.biases import Bias
 from einsight.engines import choose
@@ -75,6 +76,24 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
+    if has_torch_function((query, key, value)):  # somebody looks on, such as einsight.lens
+        return handle_torch_function(
+            attention,
+            (query, key, value),
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            score_mod=score_mod,
+            bias=bias,
+            sink=sink,
+            offset=offset,
+            dropout=dropout,
+            readouts=readouts,
+            engine=engine,
+        )
     if value is None:
         raise TypeError(NO_VALUE)
     asked, pack = unpack(() if readouts is None else readouts)

@@ -575,6 +575,17 @@ class _Dense(Mask):
     def extent(self) -> tuple[int, int]:
         return self.tensor.shape[0], self.tensor.shape[1]
 
+    def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
+        # A causal mask, a window, or padding in the form of a tensor is one interval for each query as well.
+        seen, j = self.allowed(at), at.sizes.j
+        if seen.shape[-1] != j or seen.numel() == 0:
+            return 0, j, False
+        count = seen.sum(-1, keepdim=True)
+        lo = seen.to(torch.uint8).argmax(-1, keepdim=True)
+        last = j - seen.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+        hi = torch.where(count > 0, last, lo)
+        return lo, hi, bool((hi - lo == count).all())
+
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         named = at.take(self.tensor)
         return named if self.shows else ~named

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,17 @@ class Bounds(NamedTuple):
     lo: Int[Tensor, "#b #h i"]
     hi: Int[Tensor, "#b #h i"]
     exact: bool
+
+
+def _remembered(method: Callable[[Any], Any]) -> Any:
+    """A property computed once; functools.cached_property takes a lock, which torch.compile can't trace."""
+
+    def get(self: Problem) -> Any:
+        if method.__name__ not in self.memory:
+            self.memory[method.__name__] = method(self)
+        return self.memory[method.__name__]
+
+    return property(get, doc=method.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +65,9 @@ class Problem:
     sink: Float[Tensor, " all_h"] | None = None
     dropout: float = 0.0
     readouts: tuple[Readout, ...] = ()
+    memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
+    @property
     def sizes(self) -> Sizes:
         b, h, i, d = self.query.shape
         g, j = self.key.shape[1:3]
@@ -66,12 +77,12 @@ class Problem:
     def device(self) -> torch.device:
         return self.query.device
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """What the scores, the softmax and the readouts are computed in."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @property
     def needs_grad(self) -> bool:
         if not torch.is_grad_enabled():
             return False
@@ -92,6 +103,9 @@ class Problem:
     def is_transformed(self) -> bool:
         """Whether torch.func or forward-mode derivatives are at work: on these tensors, or on what a function of
         the user's captures, which can't be seen."""
+        # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
+        if torch.compiler.is_compiling():
+            return False
         return maybe_current_level() is not None or forward_ad._current_level >= 0
 
     @property
@@ -102,30 +116,30 @@ class Problem:
         held = (*self.tensors, *(t for rule in rules if rule is not None for t in _held(rule)))
         return tuple(0 if t.is_inference() else t._version for t in held)
 
-    @cached_property
+    @_remembered
     def bounds(self) -> Bounds:
         i, j = self.sizes.i, self.sizes.j
         if self.mask is None:
-            lo, hi, exact = 0, j, True
-        else:
-            cpu = torch.device("cpu")
-            at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
-            lo, hi, exact = self.mask.bounds(at)
-        lo, hi = torch.broadcast_tensors(torch.as_tensor(lo), torch.as_tensor(hi), torch.empty(1, 1, i, 1))[:2]
-        lo, hi = lo.squeeze(-1).clamp(0, j), hi.squeeze(-1).clamp(0, j)
+            return Bounds(torch.zeros(1, 1, i, dtype=torch.int64), torch.full((1, 1, i), j), True)
+        cpu = torch.device("cpu")
+        at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
+        lo, hi, exact = self.mask.bounds(at)
+        lo, hi = _bound(lo, i, j), _bound(hi, i, j)
+        if lo.shape != hi.shape:
+            lo, hi = torch.broadcast_tensors(lo, hi)
         return Bounds(lo, torch.maximum(lo, hi), exact)
 
-    @cached_property
+    @_remembered
     def may_be_empty(self) -> bool:
         """Whether there may be a query that sees nothing."""
         lo, hi, exact = self.bounds
         return not exact or self.bias is not None or self.score_mod is not None or bool((lo >= hi).any())
 
-    @cached_property
+    @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
         return self.positions.to(self.device)
 
-    @cached_property
+    @_remembered
     def placed_bounds(self) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
         """The bounds on the problem's device."""
         return self.bounds.lo.to(self.device), self.bounds.hi.to(self.device)
@@ -225,6 +239,13 @@ def _compose(outer: Axis, inner: Axis) -> Axis:
     return numbers(outer)[numbers(inner)]
 
 
+def _bound(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
+    if isinstance(bound, Tensor):
+        bound = bound.clamp(0, j).view(1, 1, 1) if bound.ndim == 0 else bound.clamp(0, j).squeeze(-1)
+        return bound if bound.shape[-1] == i else bound.expand(*bound.shape[:-1], i)
+    return torch.full((1, 1, i), min(max(bound, 0), j))
+
+
 def pose(
     query: Any,
     key: Any,
@@ -241,7 +262,7 @@ def pose(
     readouts: tuple[Any, ...] = (),
 ) -> Problem:
     """Check the arguments of an attention call and make a problem of them. `value=None` asks for no output."""
-    query, key, value = autocast(query), autocast(key), autocast(value)
+    query, key, value = autocast(query, key, value)
     given = _check_tensors(query, key, value)
     if mask is not None and not isinstance(mask, Mask):
         _refuse_mask(mask)
@@ -300,13 +321,16 @@ def _positional(mask: Mask | None, bias: Bias | None, score_mod: object) -> str 
     return None if score_mod is None else "score_mod"
 
 
-def autocast(tensor: Any) -> Any:
-    """As autocast treats the operands of scaled_dot_product_attention."""
-    if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        kind = tensor.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return tensor.to(torch.get_autocast_dtype(kind))
-    return tensor
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The operands as autocast would have them for scaled_dot_product_attention."""
+    kind = next((t.device.type for t in tensors if isinstance(t, Tensor)), "meta")
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(narrow) if isinstance(t, Tensor) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t
+        for t in tensors
+    )
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
@@ -327,7 +351,6 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, not {tensor.dtype}; write {name}.float()"
             )
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
     for name, tensor in named.items():
         if tensor.dtype != query.dtype:
             raise TypeError(
@@ -340,21 +363,25 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     b, h, i, d = query.shape
     g, j = key.shape[1:3]
     if key.shape[0] != b:
-        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({shapes})")
+        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({_shapes(named)})")
     if key.shape[3] != d:
-        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({shapes})")
+        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({_shapes(named)})")
     if value is not None:
         if value.shape[0] != b:
-            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({shapes})")
+            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({_shapes(named)})")
         if value.shape[1] != g:
-            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({shapes})")
+            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({_shapes(named)})")
         if value.shape[2] != j:
-            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({shapes})")
+            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({_shapes(named)})")
     if g != h and (g == 0 or h % g != 0):
-        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({shapes})")
+        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({_shapes(named)})")
     if d == 0:
-        raise ValueError(f"the head dimension of query and key is 0 ({shapes})")
+        raise ValueError(f"the head dimension of query and key is 0 ({_shapes(named)})")
     return Sizes(b, h, g, i, j, d, 0 if value is None else value.shape[3])
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
 
 
 def _refuse_mask(mask: object) -> None:

@@ -108,7 +108,7 @@ class AttentionWeights:
 
     def __matmul__(self, value: Float[Tensor, "b g j e"]) -> Float[Tensor, "b h i e"]:
         """Attention: the weights applied to values [b, g, j, e], or [b, h, j, e] of one per query head."""
-        p, value = self._problem, autocast(value)
+        p, (value,) = self._problem, autocast(value)
         if not isinstance(value, Tensor) or value.ndim != 4:
             raise TypeError(f"W @ value takes a value [b, g, j, e], not {_described(value)}")
         b, h, g, _, j, _, _ = p.sizes

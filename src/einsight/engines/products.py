@@ -14,24 +14,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def inner(a: Float[Tensor, "n i d"], b: Float[Tensor, "n j d"], seen: Bool[Tensor, "n i j"] | None) -> Tensor:
-    """a bᵀ: [n, i, j]. The entries that aren't `seen` (None: all are) may hold anything, and get no gradient."""
-    if seen is None:
-        return torch.bmm(a, b.mT)
+Seen = Bool[Tensor, "n i j"] | None  # None: all are
+
+
+def inner(a: Float[Tensor, "n i d"], b: Float[Tensor, "n j d"], seen: Seen) -> Float[Tensor, "n i j"]:
+    """a bᵀ. The entries that aren't `seen` may hold anything, and get no gradient."""
     return _Inner.apply(a, b, seen)
 
 
-def weighted(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Bool[Tensor, "n i j"] | None) -> Tensor:
-    """w x over the keys that are `seen` (None: all are), whose weights alone may differ from 0: [n, i, e]."""
-    if seen is None:
-        return torch.bmm(w, x)
+def weighted(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Seen) -> Float[Tensor, "n i e"]:
+    """w x over the keys that are `seen`, whose weights alone may differ from 0."""
     return _Weighted.apply(w, x, seen)
 
 
-def select_product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Bool[Tensor, "n i j"]) -> Tensor:
+def select_product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Seen) -> Float[Tensor, "n i e"]:
     """`weighted` without derivatives."""
     result = torch.bmm(w, x)
-    if _all_finite(result):
+    if seen is None or all_finite(result):
         return result
     # The sum of the finite terms, then what the others make of it: NaN if any is, or if both infinities meet.
     w = w.where(seen, 0)
@@ -48,32 +47,41 @@ def select_product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: B
     return result.masked_fill(spoils | (rises & falls), torch.nan)
 
 
-def _all_finite(x: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
     try:
-        return bool(x.isfinite().all())
+        # One pass. Finite numbers whose sum overflows take the careful way too, which is right for all.
+        return bool(x.sum().isfinite())
     except RuntimeError:  # torch.vmap can't branch on a value; the careful way is right for every value
         return False
+
+
+def _only(x: Tensor, seen: Seen) -> Tensor:
+    return x if seen is None else x.where(seen, 0)
+
+
+def _turned(seen: Seen) -> Bool[Tensor, "n j i"] | None:
+    return None if seen is None else seen.mT
 
 
 class _Inner(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
+    def forward(a: Tensor, b: Tensor, seen: Tensor | None) -> Tensor:
         return torch.bmm(a, b.mT)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         a, b, seen = ctx.saved_tensors
-        grad = grad.where(seen, 0)
+        grad = _only(grad, seen)
         return (
             _Weighted.apply(grad, b, seen) if ctx.needs_input_grad[0] else None,
-            _Weighted.apply(grad.mT, a, seen.mT) if ctx.needs_input_grad[1] else None,
+            _Weighted.apply(grad.mT, a, _turned(seen)) if ctx.needs_input_grad[1] else None,
             None,
         )
 
@@ -88,11 +96,11 @@ class _Weighted(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(w: Tensor, x: Tensor, seen: Tensor) -> Tensor:
+    def forward(w: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         return select_product(w, x, seen)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
@@ -101,13 +109,13 @@ class _Weighted(torch.autograd.Function):
         w, x, seen = ctx.saved_tensors
         to_w = None
         if ctx.needs_input_grad[0]:
-            to_w = _Inner.apply(grad, x, seen).where(seen, 0)
-            if not _all_finite(to_w):
+            to_w = _only(_Inner.apply(grad, x, seen), seen)
+            if not all_finite(to_w):
                 # What sees a NaN but has no part in the loss shall not spoil what has.
-                to_w = _Weighted.apply(grad, x.mT, grad != 0).where(seen, 0)
+                to_w = _only(_Weighted.apply(grad, x.mT, grad != 0), seen)
         return (
             to_w,
-            _Weighted.apply(w.mT, grad, seen.mT) if ctx.needs_input_grad[1] else None,
+            _Weighted.apply(w.mT, grad, _turned(seen)) if ctx.needs_input_grad[1] else None,
             None,
         )
 

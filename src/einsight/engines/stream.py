@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from einsight.coordinates import At, along, numbers
 from einsight.engines.join import Join
-from einsight.engines.products import inner, select_product, weighted
+from einsight.engines.products import all_finite, inner, select_product, weighted
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
 
@@ -30,7 +30,7 @@ MAKES = "any result, first and second derivatives; memory for a few blocks"
 # Rows of a block, and how many scores it holds at most: on a CPU the block stays in the cache, on a GPU it is
 # large enough to be worth a launch. Measured: docs/decisions.md.
 ROWS = 128
-SCORES = {"cpu": 2**20}
+SCORES = {"cpu": 2**21}
 SCORES_ELSEWHERE = 2**25
 
 
@@ -59,7 +59,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     output = Join(((*sizes[:2], sizes.i, sizes.e),), grad=grad)
     answers = [_Answer(readout, problem) for readout in problem.readouts]
     space = None if grad else _Space(problem, tiles)
-    versions = problem.versions
+    versions = problem.versions if grad else ()
     for tile, query, key, value in _with_operands(problem, tiles):
         work = partial(_attend, problem, tile, query, key, value, answers)
         if grad and len(tiles) > 1:
@@ -207,7 +207,7 @@ def _attend(
         return seen.expand(shape).reshape(n, flat, shape[3])
 
     if space is None:
-        scores = inner(query, key, None if seen is None else per_group(seen)) * problem.scale
+        scores = inner(query * problem.scale, key, None if seen is None else per_group(seen))
     else:
         room = space.scores[: n * flat * shape[3]].view(n, flat, shape[3])
         scores = torch.baddbmm(room, query, key.mT, beta=0, alpha=problem.scale, out=room)
@@ -233,10 +233,10 @@ def _attend(
             output = weighted(kept, value, None if seen is None else per_group(seen))
         else:
             output = torch.bmm(kept, value)
-            if seen is not None and not bool(output.isfinite().all()):
+            if seen is not None and not all_finite(output):
                 output = select_product(kept, value, per_group(seen))
         output = output.view(*shape[:3], value.shape[2]).to(problem.query.dtype)
-    if not answers:
+    if not answers or found is None:
         return output, []
     if seen is None:
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.device)
@@ -271,20 +271,25 @@ def _hide(scores: Tensor, seen: Tensor, tile: _Tile, *, in_place: bool, everywhe
 
 def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
-) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse)."""
-    largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
+) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
+    """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse) if they matter."""
+    largest = None
+    if problem.readouts or problem.sink is not None or problem.may_be_empty:
+        # In place the softmax writes over the scores, so this comes first.
+        largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
     if space is None:
         weights = torch.softmax(scores, -1)
     else:
         weights = torch.softmax(scores, -1, out=space.weights[: scores.numel()].view(scores.shape))
+    if largest is None:
+        return weights, None
     nothing = largest == -torch.inf
     if problem.may_be_empty:
         weights = weights.masked_fill(nothing.unsqueeze(-1), 0)
+    if seen is not None and not bool((largest < torch.inf).all()):
+        weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
     # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
     total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
-    if seen is not None and bool(total.isnan().any()):
-        weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
     shift = largest.masked_fill(nothing, 0)
     log_sum = -torch.log(total.masked_fill(nothing, 1))
     if problem.sink is None:

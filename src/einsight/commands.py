@@ -1,0 +1,31 @@
+"""The subcommands of `einsight`, and what they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Attention as pure linear algebra: see where a model looks.", no_args_is_help=True, add_completion=False
+)
+
+
+@app.callback()
+def _group() -> None:
+    pass  # keeps `look` a subcommand while it is the only one
+
+
+@app.command()
+def look(
+    text: Annotated[str | None, typer.Argument(help="The text; without it and --file, standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file to read the text from.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model folder or Hugging Face id. Default: SmolLM2-135M.")] = None,
+    by: Annotated[str, typer.Option(help="entropy, first, previous, induction or distance.")] = "induction",
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is longer than the context.")] = False,
+) -> None:
+    """Run a language model over a text and tell where its heads look."""
+    from einsight.look import look
+
+    look(text, file, model, by, truncate)

@@ -1,0 +1,282 @@
+// Cuts a request into tasks for threads. The cuts depend on the problem's shape and never on the number of
+// threads, nor on the batch: that is why results are the same bits for any of them.
+#include "driver.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "threads.h"
+
+namespace einsight {
+namespace {
+
+constexpr int64_t kChunk = 1024;             // keys in one task where there is a single block of rows
+constexpr int64_t kShared = 48 << 20;        // bytes of packed keys and values held at once
+constexpr int64_t kSmall = 1 << 18;          // multiply-adds below which a second thread costs more than it brings
+
+struct Free { void operator()(float *p) const { std::free(p); } };
+using Memory = std::unique_ptr<float, Free>;
+
+Memory allocate(int64_t floats) {
+  auto p = static_cast<float *>(std::aligned_alloc(64, round_up(floats * 4 + 64, 64)));
+  if (!p) throw std::bad_alloc();
+  return Memory(p);
+}
+
+// Hands out pieces of one allocation. Run once with null to learn the size, once to hand out.
+struct Arena {
+  float *base;
+  int64_t used = 0;
+  float *take(int64_t floats) {
+    float *piece = base ? base + used : nullptr;
+    used += round_up(floats, 16);
+    return piece;
+  }
+};
+
+// The value dimension padded to whole vectors; enough for every width.
+int64_t padded_value(const Request &a) { return round_up(a.e, kMaxWidth); }
+
+Rows take_rows(Arena &arena, const Request &a, int64_t rows) {
+  Rows s{};
+  s.reference = arena.take(rows);
+  s.largest = arena.take(rows);
+  s.sum = arena.take(rows * kMaxWidth);
+  s.moment = arena.take(rows * kMaxWidth);
+  s.output = arena.take(rows * padded_value(a));
+  return s;
+}
+
+// The exponentials of whole rows, where readouts need them after the softmax is known.
+void take_weights(Arena &arena, const Request &a, int64_t rows, Rows &s) {
+  if (!a.keeps_weights()) return;
+  s.weights = arena.take(rows * (round_up(a.j, kPanel) + 16));
+  s.tile_reference = arena.take(rows * ((a.j + kTile - 1) / kTile));
+  s.rows_stride = rows;
+}
+
+Workspace take_workspace(Arena &arena, const Request &a, int64_t rows) {
+  Workspace w{};
+  w.query = arena.take(rows * round_up(a.d, kMaxWidth));
+  w.tile_max = arena.take(rows * kMaxWidth);
+  if (!a.keeps_weights()) w.scores = arena.take(rows * (kTile + 16));
+  if (a.received) w.received = arena.take(a.heads_per_key() * round_up(a.j, kPanel));
+  return w;
+}
+
+Packed take_tiles(Arena &arena, const Request &a, int64_t tiles) {
+  Packed p{};
+  p.keys = arena.take(tiles * kTile * a.d);
+  p.values = arena.take(a.value ? tiles * kTile * padded_value(a) : 0);
+  return p;
+}
+
+// A loop over tasks, shared by threads; each thread takes the next one when it is free.
+class Loop {
+ public:
+  Loop(int threads, int64_t tasks, bool (*interrupted)()) : threads_(threads), tasks_(tasks), interrupted_(interrupted) {}
+
+  // Calls task(thread, n) for n = 0, 1, ... A cancelled loop still calls every task: `cancelled()` says to skip.
+  template <class F> bool run(F task) {
+    struct Shared { Loop *loop; F *task; } shared{this, &task};
+    parallel(static_cast<int>(least(threads_, tasks_)), [](void *p) {
+      auto s = static_cast<Shared *>(p);
+      int thread = s->loop->entered_++;
+      for (int64_t n; (n = s->loop->next_++) < s->loop->tasks_;) {
+        (*s->task)(thread, n);
+        s->loop->ask();
+      }
+    }, &shared);
+    return !cancelled();
+  }
+  bool cancelled() const { return cancelled_; }
+
+ private:
+  void ask() {
+    if (std::this_thread::get_id() != caller_ || cancelled_) return;
+    auto now = std::chrono::steady_clock::now();
+    if (now - asked_ < std::chrono::milliseconds(100)) return;
+    asked_ = now;
+    if (interrupted_()) cancelled_ = true;
+  }
+
+  int64_t threads_, tasks_;
+  bool (*interrupted_)();
+  std::atomic<int> entered_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> cancelled_{false};
+  std::thread::id caller_ = std::this_thread::get_id();
+  std::chrono::steady_clock::time_point asked_ = std::chrono::steady_clock::now();
+};
+
+// Sums over one block's queries, for each head that reads a key head: heads x [first, last), `stride` apart.
+struct Sums {
+  const float *data;
+  int64_t stride, first, last;
+};
+
+void add_received(const Request &a, int64_t key_head, const Sums &sums) {
+  int64_t heads = a.heads_per_key();
+  for (int64_t n = 0; n < heads; n++) {
+    float *to = a.received + (key_head * heads + n) * a.j;
+    for (int64_t j = sums.first; j < sums.last; j++) to[j] += sums.data[n * sums.stride + j - sums.first];
+  }
+}
+
+// Adds the sums of blocks in the order of the blocks, whichever is done first.
+class InOrder {
+ public:
+  InOrder(const Request &a) : a_(a), next_(a.b * a.g) {}
+
+  void add(int64_t key_head, int64_t block, Sums sums) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (block != next_[key_head]) {
+      Early &early = early_[{key_head, block}];
+      int64_t width = sums.last - sums.first;
+      for (int64_t n = 0; n < a_.heads_per_key(); n++)
+        early.copy.insert(early.copy.end(), sums.data + n * sums.stride, sums.data + n * sums.stride + width);
+      early.sums = {early.copy.data(), width, sums.first, sums.last};
+      return;
+    }
+    add_received(a_, key_head, sums);
+    while (true) {
+      auto next = early_.find({key_head, ++next_[key_head]});
+      if (next == early_.end()) return;
+      add_received(a_, key_head, next->second.sums);
+      early_.erase(next);
+    }
+  }
+
+ private:
+  struct Early { std::vector<float> copy; Sums sums; };
+  const Request &a_;
+  std::mutex mutex_;
+  std::vector<int64_t> next_;
+  std::map<std::pair<int64_t, int64_t>, Early> early_;
+};
+
+// Several blocks of rows read the same keys: a task is a block, and packed keys are shared.
+bool by_blocks(const Request &a, const Kernel &kernel, int threads, bool (*interrupted)()) {
+  int64_t key_heads = a.b * a.g, tiles = (a.j + kTile - 1) / kTile;
+  int64_t blocks = (a.rows() + kBlock - 1) / kBlock;
+  int64_t block = round_up((a.rows() + blocks - 1) / blocks, kGroup);
+  blocks = (a.rows() + block - 1) / block;
+  int64_t slot_bytes = tiles * kTile * (a.d + padded_value(a)) * 4;
+  // One slot more than threads, so that the next head can begin while the last blocks of this one finish.
+  int64_t slots = most(1, least(least(kShared / slot_bytes, threads + 1), key_heads));
+
+  std::vector<Packed> packed(slots);
+  std::vector<Workspace> work(threads);
+  std::vector<Rows> rows(threads);
+  Memory memory;
+  for (Arena arena{nullptr};; arena = {memory.get()}) {
+    for (auto &p : packed) p = take_tiles(arena, a, tiles);
+    for (int n = 0; n < threads; n++) {
+      work[n] = take_workspace(arena, a, block);
+      rows[n] = take_rows(arena, a, block);
+      take_weights(arena, a, block, rows[n]);
+    }
+    if (memory) break;
+    memory = allocate(arena.used);
+  }
+
+  std::vector<int32_t> state(key_heads * tiles);
+  std::vector<uint8_t> unsafe(key_heads * tiles);
+  std::vector<std::atomic<int64_t>> finished(key_heads);
+  InOrder received(a);
+  Loop loop(threads, key_heads * blocks, interrupted);
+  return loop.run([&](int thread, int64_t n) {
+    int64_t key_head = n / blocks, order = n % blocks;
+    // The last rows first: under a causal mask they are the long ones, and the loop should end with short tasks.
+    int64_t begin = (blocks - 1 - order) * block;
+    Task task{key_head / a.g, key_head % a.g, begin, least(begin + block, a.rows()), 0, a.j};
+    while (key_head >= slots && finished[key_head - slots] != blocks) std::this_thread::yield();
+    if (!loop.cancelled()) {
+      Packed tiles_of_head = packed[key_head % slots];
+      tiles_of_head.state = state.data() + key_head * tiles;
+      tiles_of_head.unsafe = unsafe.data() + key_head * tiles;
+      Rows r = rows[thread];
+      Sums sums{work[thread].received, round_up(a.j, kPanel), 0, 0};
+      kernel.attend(a, task, tiles_of_head, work[thread], r);
+      kernel.finish(a, task, work[thread], r, &sums.first, &sums.last);
+      if (a.received) received.add(key_head, order, sums);
+    }
+    finished[key_head]++;
+  });
+}
+
+// One block of rows: decoding, and short sequences. A task is a chunk of keys, packed for it alone.
+bool by_chunks(const Request &a, const Kernel &kernel, int threads, bool (*interrupted)()) {
+  int64_t key_heads = a.b * a.g, rows = a.rows(), chunks = most(1, (a.j + kChunk - 1) / kChunk);
+  Arena one{nullptr};
+  Rows measure = take_rows(one, a, rows);
+  one.used *= chunks;
+  take_weights(one, a, rows, measure);
+  int64_t wave = most(1, least(key_heads, kShared / 4 / one.used));  // key heads under way together
+
+  std::vector<Packed> packed(threads);
+  std::vector<Workspace> work(threads);
+  std::vector<Rows> parts(wave * chunks);
+  std::vector<uint8_t> unsafe(threads);
+  Memory memory;
+  for (Arena arena{nullptr};; arena = {memory.get()}) {
+    for (int n = 0; n < threads; n++) {
+      packed[n] = take_tiles(arena, a, 1);
+      packed[n].unsafe = &unsafe[n];
+      work[n] = take_workspace(arena, a, rows);
+    }
+    for (int64_t n = 0; n < wave; n++) {
+      Rows kept{};
+      take_weights(arena, a, rows, kept);
+      for (int64_t c = 0; c < chunks; c++) {
+        Rows &part = parts[n * chunks + c] = take_rows(arena, a, rows);
+        part.weights = kept.weights, part.tile_reference = kept.tile_reference;
+        part.weights_stride = round_up(a.j, kPanel) + 16, part.rows_stride = rows;
+      }
+    }
+    if (memory) break;
+    memory = allocate(arena.used);
+  }
+
+  for (int64_t begin = 0; begin < key_heads; begin += wave) {
+    int64_t heads = least(wave, key_heads - begin);
+    auto task_of = [&](int64_t key_head, int64_t key_begin, int64_t key_end) {
+      return Task{key_head / a.g, key_head % a.g, 0, rows, key_begin, key_end};
+    };
+    auto complete = [&](int thread, int64_t n) {
+      Task task = task_of(begin + n, 0, a.j);
+      Sums sums{work[thread].received, round_up(a.j, kPanel), 0, 0};
+      for (int64_t c = 1; c < chunks; c++) kernel.merge(a, parts[n * chunks], parts[n * chunks + c]);
+      kernel.finish(a, task, work[thread], parts[n * chunks], &sums.first, &sums.last);
+      if (a.received) add_received(a, begin + n, sums);
+    };
+    Loop attend(threads, heads * chunks, interrupted);
+    if (!attend.run([&](int thread, int64_t n) {
+          if (attend.cancelled()) return;
+          int64_t key_begin = n % chunks * kChunk;
+          Task task = task_of(begin + n / chunks, key_begin, least(key_begin + kChunk, a.j));
+          kernel.attend(a, task, packed[thread], work[thread], parts[n]);
+          if (chunks == 1) complete(thread, n);
+        }))
+      return false;
+    if (chunks > 1) Loop(threads, heads, interrupted).run(complete);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool attention(const Request &a, const Kernel &kernel, int threads, bool (*interrupted)()) {
+  if (a.b * a.h * a.i == 0) return true;
+  if (a.b * a.h * a.i * most(a.j, 1) * (a.d + a.e) < kSmall) threads = 1;
+  return a.rows() > kBlock ? by_blocks(a, kernel, threads, interrupted) : by_chunks(a, kernel, threads, interrupted);
+}
+
+}  // namespace einsight

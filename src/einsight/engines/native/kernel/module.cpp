@@ -1,0 +1,139 @@
+// The Python module: tensors in, pointers out.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dlpack.h"
+#include "driver.h"
+#include "threads.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace einsight {
+
+#if defined(__x86_64__)
+namespace baseline { extern const Kernel kernel; }
+namespace avx2 { extern const Kernel kernel; }
+namespace avx512 { extern const Kernel kernel; }
+#else
+namespace generic { extern const Kernel kernel; }
+#endif
+
+// What this processor can run, best first.
+static std::vector<const Kernel *> available() {
+  std::vector<const Kernel *> kernels;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    kernels.push_back(&avx512::kernel);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2::kernel);
+  kernels.push_back(&baseline::kernel);
+#else
+  kernels.push_back(&generic::kernel);
+#endif
+  return kernels;
+}
+
+static const std::vector<const Kernel *> kernels = available();
+
+static bool interrupted() {
+  nb::gil_scoped_acquire hold;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Large results come from fresh memory, where page faults take longer than the arithmetic: 2 MiB pages cut that
+// to a third. A hint; nothing changes if the system declines.
+static void ask_for_huge_pages(void *data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr int64_t page = 2 << 20;
+  if (bytes < 4 * page) return;
+  auto begin = round_up(reinterpret_cast<int64_t>(data), page);
+  auto end = (reinterpret_cast<int64_t>(data) + bytes) / page * page;
+  madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+static float *result(nb::handle tensor) {
+  if (tensor.is_none()) return nullptr;
+  DLTensor t = borrow(tensor);
+  int64_t bytes = 4;
+  for (int n = 0; n < t.ndim; n++) bytes *= t.shape[n];
+  ask_for_huge_pages(t.address(), bytes);
+  return static_cast<float *>(t.address());
+}
+
+template <int n> static const void *input(nb::handle tensor, int64_t (&stride)[n]) {
+  if (tensor.is_none()) return nullptr;
+  DLTensor t = borrow(tensor);
+  if (t.ndim != n) throw std::invalid_argument("expected a tensor of " + std::to_string(n) + " dimensions");
+  // A dimension of one element may be broadcast, whatever stride it carries.
+  for (int k = 0; k < n; k++) stride[k] = t.shape[k] == 1 ? 0 : t.strides[k];
+  static const float nothing = 0;  // an empty tensor has no address, but null means that there is no tensor
+  return t.address() ? t.address() : &nothing;
+}
+
+template <class T> static const T *vector(nb::handle tensor) {
+  return tensor.is_none() ? nullptr : static_cast<const T *>(borrow(tensor).address());
+}
+
+static void forward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
+                    nb::handle slopes, nb::handle positions, nb::handle lo, nb::handle hi, nb::handle received_from,
+                    nb::handle output, nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle received,
+                    nb::handle weights, nb::handle scores, int threads, int level) {
+  Request a{};
+  a.query = input(query, a.query_stride);
+  a.key = input(key, a.key_stride);
+  a.value = input(value, a.value_stride);
+  DLTensor q = borrow(query), k = borrow(key);
+  a.b = q.shape[0], a.h = q.shape[1], a.i = q.shape[2], a.d = q.shape[3];
+  a.g = k.shape[1], a.j = k.shape[2], a.e = a.value ? borrow(value).shape[3] : 0;
+  a.dtype = q.dtype.bits == 32 ? Dtype::float32 : q.dtype.code == kBfloat ? Dtype::bfloat16 : Dtype::float16;
+  a.scale = scale, a.softcap = softcap;
+  a.sink = vector<float>(sink), a.slopes = vector<float>(slopes);
+  a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
+  a.lo = static_cast<const int64_t *>(input(lo, a.lo_stride));
+  a.hi = static_cast<const int64_t *>(input(hi, a.hi_stride));
+  a.received_from = vector<uint8_t>(received_from);
+  a.output = output.is_none() ? nullptr : borrow(output).address();
+  a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
+  a.received = result(received), a.weights = result(weights), a.scores = result(scores);
+  bool done;
+  {
+    nb::gil_scoped_release release;
+    done = attention(a, *kernels.at(level), threads, interrupted);
+  }
+  if (!done) throw nb::python_error();
+}
+
+NB_MODULE(_native, m) {
+  std::vector<std::string> names;
+  for (auto kernel : kernels) names.push_back(kernel->name);
+  m.attr("levels") = nb::cast(names);
+  m.def("forward", forward, nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"),
+        nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("positions").none(),
+        nb::arg("lo"), nb::arg("hi"), nb::arg("received_from").none(), nb::arg("output").none(),
+        nb::arg("lse").none(), nb::arg("max_score").none(), nb::arg("entropy").none(), nb::arg("received").none(),
+        nb::arg("weights").none(), nb::arg("scores").none(), nb::arg("threads"), nb::arg("level"));
+  m.def("peak", [](int64_t steps, int threads, int level) {
+    struct Shared { const Kernel *kernel; int64_t steps; } shared{kernels.at(level), steps};
+    nb::gil_scoped_release release;
+    parallel(threads, [](void *p) {
+      auto s = static_cast<Shared *>(p);
+      volatile double keep = s->kernel->peak(s->steps);
+      (void)keep;
+    }, &shared);
+    return 2. * 12 * shared.kernel->width * steps * threads;
+  }, nb::arg("steps"), nb::arg("threads"), nb::arg("level") = 0,
+     "Runs nothing but multiply-adds, and returns how many operations they were.");
+}
+
+}  // namespace einsight

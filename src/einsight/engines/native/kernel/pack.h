@@ -1,0 +1,166 @@
+// Copies of the inputs in the order the products read them, in float32.
+// Each is made once and read by every query block; reading strided tensors in place would miss the caches.
+#pragma once
+#include "simd.h"
+
+namespace einsight {
+namespace EINSIGHT_LEVEL {
+
+// How the value dimension is cut into register tiles: as equal as whole vectors allow.
+struct ValuePanels {
+  int64_t vectors, count;
+  explicit ValuePanels(int64_t e) : vectors((e + W - 1) / W), count((vectors + kColumns - 1) / kColumns) {}
+  int64_t begin(int64_t panel) const { return vectors * panel / count; }  // in vectors
+  int64_t padded() const { return vectors * W; }
+};
+
+constexpr int64_t kAhead = 16;  // keys between what is packed and what is asked of memory
+
+template <Dtype dtype>
+void pack_query(const Request &a, int64_t batch, int64_t head, int64_t query, float factor, float *to) {
+  auto from = (const typename Element<dtype>::type *)a.query + batch * a.query_stride[0] +
+              head * a.query_stride[1] + query * a.query_stride[2];
+  int64_t stride = a.query_stride[3];
+  for (int64_t k = 0; k < a.d; k += W) {
+    bool whole = stride == 1 && k + W <= a.d;
+    Vec v = whole ? load_as_float<dtype>(from + k) : load_some<dtype>(from + k * stride, stride, least(W, a.d - k));
+    store(to + k, v * factor);
+  }
+}
+
+// Keys of one tile to panels [d][64]; keys beyond the end are zeros.
+template <Dtype dtype>
+void pack_keys(const Request &a, int64_t batch, int64_t group, int64_t key_begin, float *to) {
+  auto from = (const typename Element<dtype>::type *)a.key + batch * a.key_stride[0] + group * a.key_stride[1];
+  int64_t row = a.key_stride[2], stride = a.key_stride[3];
+  int64_t end = round_up(least(a.j, key_begin + kTile), kPanel);
+  for (int64_t j = key_begin; j < end; j += W) {
+    int64_t count = most(0, least(W, a.j - j));
+    float *panel = to + (j - key_begin) / kPanel * kPanel * a.d + (j - key_begin) % kPanel;
+    for (int64_t k = 0; k < a.d; k += W) {
+      int64_t depth = least(W, a.d - k);
+      Vec v[W];
+      if (stride == 1 && depth == W && count == W) {
+#pragma GCC unroll 16
+        for (int n = 0; n < W; n++) {
+          v[n] = load_as_float<dtype>(from + (j + n) * row + k);
+          __builtin_prefetch(from + (j + n + kAhead) * row + k);
+        }
+      } else {
+        for (int n = 0; n < W; n++)
+          v[n] = n < count ? load_some<dtype>(from + (j + n) * row + k * stride, stride, depth) : Vec{};
+      }
+      transpose(v);
+      if (depth == W) {
+#pragma GCC unroll 16
+        for (int n = 0; n < W; n++) store(panel + (k + n) * kPanel, v[n]);
+      } else {
+        for (int n = 0; n < depth; n++) store(panel + (k + n) * kPanel, v[n]);
+      }
+    }
+  }
+}
+
+// Values of one tile to panels [256][width]. Says whether some value is NaN or infinite.
+template <Dtype dtype>
+bool pack_values(const Request &a, int64_t batch, int64_t group, int64_t key_begin, float *to) {
+  auto from = (const typename Element<dtype>::type *)a.value + batch * a.value_stride[0] + group * a.value_stride[1];
+  int64_t row = a.value_stride[2], stride = a.value_stride[3], count = least(kTile, a.j - key_begin);
+  ValuePanels panels(a.e);
+  Vec spoiled = Vec{};  // x - x is 0 unless x is NaN or infinite
+  for (int64_t j = 0; j < count; j++) {
+    auto source = from + (key_begin + j) * row;
+    for (int64_t n = 0; n < panels.count; n++) {
+      int64_t begin = panels.begin(n) * W, end = panels.begin(n + 1) * W;
+      float *target = to + begin * kTile + j * (end - begin) - begin;
+      for (int64_t k = begin; k < end; k += W) {
+        bool whole = stride == 1 && k + W <= a.e;
+        Vec v = whole ? load_as_float<dtype>(source + k) : load_some<dtype>(source + k * stride, stride, least(W, a.e - k));
+        if (whole) __builtin_prefetch(source + kAhead * row + k);
+        spoiled += v - v;
+        store(target + k, v);
+      }
+    }
+  }
+  return !(sum_lanes(spoiled) == 0.f);
+}
+
+// Calls f with the dtype as a constant.
+template <class F> INLINE auto by_dtype(Dtype dtype, F f) {
+  if (dtype == Dtype::float32) return f(Element<Dtype::float32>{});
+  if (dtype == Dtype::bfloat16) return f(Element<Dtype::bfloat16>{});
+  return f(Element<Dtype::float16>{});
+}
+template <Dtype dtype> constexpr Dtype dtype_of(Element<dtype>) { return dtype; }
+
+inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, float *keys, float *values,
+                      uint8_t *unsafe) {
+  by_dtype(a.dtype, [&](auto element) {
+    constexpr Dtype dtype = dtype_of(decltype(element){});
+    pack_keys<dtype>(a, batch, group, tile * kTile, keys);
+    *unsafe = a.value && pack_values<dtype>(a, batch, group, tile * kTile, values);
+  });
+}
+
+// A tile of keys and values. A value panel that begins at column c starts at values + c * kTile, its rows apart by
+// its width; in place it starts at values + c, its rows apart by value_row.
+struct Tile {
+  const float *keys, *values;
+  int64_t value_row;
+  bool unsafe;
+};
+
+// Values that only one block of rows reads are not worth a copy, unless rows lie so far apart that they would meet
+// in the same few lines of the cache.
+inline bool values_in_place(const Request &a, const Packed &packed) {
+  return !packed.state && a.dtype == Dtype::float32 && a.value_stride[3] == 1 && a.e % W == 0 &&
+         a.value_stride[2] <= 2 * a.e;
+}
+
+inline bool any_not_finite(const Request &a, const float *from, int64_t count) {
+  int64_t row = a.value_stride[2];
+  Vec spoiled = Vec{};
+  for (int64_t j = 0; j < count; j++)
+    for (int64_t k = 0; k < a.e; k += W) {
+      Vec v = load(from + j * row + k);
+      __builtin_prefetch(from + (j + kAhead) * row + k);
+      spoiled += v - v;
+    }
+  return !(sum_lanes(spoiled) == 0.f);
+}
+
+INLINE void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// The packed tile, packing it if no thread has yet.
+inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int64_t tile) {
+  int64_t position = packed.state ? tile : 0;
+  float *keys = packed.keys + position * kTile * a.d;
+  float *values = packed.values + position * kTile * ValuePanels(a.e).padded();
+  uint8_t *unsafe = packed.unsafe + position;
+  if (values_in_place(a, packed)) {
+    pack_keys<Dtype::float32>(a, task.batch, task.group, tile * kTile, keys);
+    int64_t at = task.batch * a.value_stride[0] + task.group * a.value_stride[1] + tile * kTile * a.value_stride[2];
+    auto in_place = (const float *)a.value + at;
+    bool spoiled = a.value && any_not_finite(a, in_place, least(kTile, a.j - tile * kTile));
+    return {keys, in_place, a.value_stride[2], spoiled};
+  }
+  if (!packed.state) {
+    pack_tile(a, task.batch, task.group, tile, keys, values, unsafe);
+  } else if (__atomic_load_n(packed.state + tile, __ATOMIC_ACQUIRE) != 2) {
+    int32_t raw = 0;
+    if (__atomic_compare_exchange_n(packed.state + tile, &raw, 1, false, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) {
+      pack_tile(a, task.batch, task.group, tile, keys, values, unsafe);
+      __atomic_store_n(packed.state + tile, 2, __ATOMIC_RELEASE);
+    } else {
+      while (__atomic_load_n(packed.state + tile, __ATOMIC_ACQUIRE) != 2) pause();
+    }
+  }
+  return {keys, values, 0, *unsafe != 0};
+}
+
+}  // namespace EINSIGHT_LEVEL
+}  // namespace einsight

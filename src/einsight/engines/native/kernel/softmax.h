@@ -1,0 +1,109 @@
+// From scores to exponentials, a row at a time, with the running maximum and the running sums.
+#pragma once
+#include "pack.h"
+
+namespace einsight {
+namespace EINSIGHT_LEVEL {
+
+// What the rows of a block are and may see. lo = hi = 0 where a row sees nothing.
+struct Sight {
+  int64_t query[kBlock], head[kBlock], lo[kBlock], hi[kBlock];
+  float slope[kBlock], position[kBlock];
+  // Of each group of six rows: the hull of what they see, and the keys that all of them see.
+  int64_t group_lo[kBlock / kGroup], group_hi[kBlock / kGroup];
+  int64_t common_lo[kBlock / kGroup], common_hi[kBlock / kGroup];
+  int64_t block_lo, block_hi;
+};
+
+inline Sight look(const Request &a, const Task &task) {
+  Sight s;
+  s.block_lo = task.key_end, s.block_hi = task.key_begin;
+  int64_t heads = a.heads_per_key();
+  for (int64_t r = 0; r < task.row_end - task.row_begin; r++) {
+    int64_t query = (task.row_begin + r) / heads, head = task.group * heads + (task.row_begin + r) % heads;
+    int64_t lo = a.lo[task.batch * a.lo_stride[0] + head * a.lo_stride[1] + query * a.lo_stride[2]];
+    int64_t hi = a.hi[task.batch * a.hi_stride[0] + head * a.hi_stride[1] + query * a.hi_stride[2]];
+    lo = most(lo, task.key_begin), hi = least(hi, task.key_end);
+    if (lo >= hi) lo = hi = 0;
+    s.query[r] = query, s.head[r] = head, s.lo[r] = lo, s.hi[r] = hi;
+    if (a.slopes) {
+      s.slope[r] = a.slopes[head];
+      s.position[r] = a.positions[task.batch * a.positions_stride[0] + query * a.positions_stride[1]];
+    }
+    int64_t group = r / kGroup, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
+    if (r % kGroup == 0) group_lo = group_hi = 0, s.common_lo[group] = task.key_begin, s.common_hi[group] = task.key_end;
+    s.common_lo[group] = most(s.common_lo[group], lo), s.common_hi[group] = least(s.common_hi[group], hi);
+    if (lo < hi) {
+      group_lo = group_hi ? least(group_lo, lo) : lo;
+      group_hi = most(group_hi, hi);
+      s.block_lo = least(s.block_lo, lo), s.block_hi = most(s.block_hi, hi);
+    }
+  }
+  return s;
+}
+
+// The steps between product and softmax, on 64 scores of one row: softcap, alibi, mask. Needed only where a panel
+// is not fully visible or the problem asks for more than a scale, so it may read the scores back from memory.
+inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, float *scores, float *tile_max) {
+  Vec top = all(-kInfinity);
+  Int lo = (Int)all(0.f) + (int32_t)most(s.lo[r] - key, 0);
+  Int hi = (Int)all(0.f) + (int32_t)most(least(s.hi[r] - key, kPanel), 0);
+  for (int column = 0; column < kPanel; column += W) {
+    Vec x = load(scores + column);
+    Int n = iota() + column;
+    if (a.adjusted()) x = x * a.scale;
+    if (a.softcap > 0) x = tanh(x / a.softcap) * a.softcap;
+    if (a.slopes) {
+      Vec distance = s.position[r] - (float)key - __builtin_convertvector(n, Vec);
+      x -= (Vec)(bits(distance) & 0x7fffffffu) * s.slope[r];
+    }
+    x = select((n >= lo) & (n < hi), x, all(-kInfinity));
+    store(scores + column, x);
+    top = larger(x, top);
+  }
+  store(tile_max, larger(top, load(tile_max)));
+}
+
+// Replaces scores by exp2((scores - reference) * unit); adds them up by lanes. -inf becomes an exact 0, the
+// reference itself an exact 1.
+template <bool with_moment>
+inline void exponentials(float *scores, int64_t n, float reference, float unit, float *sum, float *moment) {
+  Vec minus = all(reference), total[4] = {}, first[4] = {};
+  for (int64_t k = 0; k < n; k += 4 * W) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      Vec x = load(scores + k + v * W) - minus;
+      x = x * unit;
+      Vec y = exp2_nonpositive(x);
+      store(scores + k + v * W, y);
+      total[v] += y;
+      if (with_moment) first[v] += y * select(x < kSmallest, all(kSmallest), x);
+    }
+  }
+  store(sum, load(sum) + ((total[0] + total[1]) + (total[2] + total[3])));
+  if (with_moment) store(moment, load(moment) + ((first[0] + first[1]) + (first[2] + first[3])));
+}
+
+// What exponents are relative to: a row that has seen nothing yet has no score to offer.
+inline float finite_reference(const Rows &rows, int64_t r) {
+  return rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
+}
+
+// Moves a row's sums to a new reference, and returns the factor that does the same for its output.
+// The moment's exponents are relative to the reference as well; all its terms are <= 0, so nothing cancels.
+inline float move_reference(const Request &a, const Rows &rows, int64_t r, float score, float exponent) {
+  float before = rows.reference[r];
+  if (!(score > before)) return 1.f;
+  rows.reference[r] = score;
+  float shift = (before - score) * exponent, factor = exp2_nonpositive(shift);
+  float *sum = rows.sum + r * kMaxWidth, *moment = rows.moment + r * kMaxWidth;
+  for (int k = 0; k < kMaxWidth; k += W) {
+    Vec total = load(sum + k) * factor;
+    if (a.entropy) store(moment + k, load(moment + k) * factor + total * larger(shift, kSmallest));
+    store(sum + k, total);
+  }
+  return factor;
+}
+
+}  // namespace EINSIGHT_LEVEL
+}  // namespace einsight

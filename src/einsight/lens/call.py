@@ -1,0 +1,151 @@
+"""One call of attention, as a model made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+import einsight as es
+from einsight.lens.rules import Rule, recognise, split
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of attention: its tensors as [b, h, i, d] and [b, g, j, d], and the settings that shape its weights.
+
+    `index` counts the model's self-attention layers (for cross-attention, those), `name` is the module's name,
+    `results` what the lens' readouts gave. `offset` says where query 0 stands among the keys. The tensors are
+    detached.
+    """
+
+    query: Float[Tensor, "b h i d"]
+    key: Float[Tensor, "b g j d"]
+    value: Float[Tensor, "b g j e"] | None
+    rule: Rule = field(default_factory=Rule)
+    offset: int | Tensor = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    cross: bool = False
+    name: str = ""
+    index: int = -1
+    module: nn.Module | None = None
+    results: Any = None
+
+    @property
+    def mask(self) -> es.Mask | None:
+        """Which keys the queries may see, as one of Einsight's masks; None if all."""
+        return self.rule.mask()
+
+    @property
+    def weights(self) -> es.AttentionWeights:
+        """The call's weights, as a linear operator that is never materialised."""
+        return es.AttentionWeights(self.query, self.key, self.mask, offset=self.offset, **self.settings)
+
+    def __repr__(self) -> str:
+        b, h, i, _ = self.query.shape
+        kind = "cross-attention" if self.cross else "attention"
+        return f"Call({kind} {self.index} {self.name!r}: b={b}, h={h}, i={i}, j={self.key.shape[2]})"
+
+
+def from_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """A call of PyTorch's `scaled_dot_product_attention`, whatever number of dimensions it had."""
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    query, key, value = (_four(t, lead) for t in (query, key, value))
+    if attn_mask is not None:
+        attn_mask = _four(attn_mask, lead)
+    return make(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+
+
+def make(
+    query: Float[Tensor, "b h i d"],
+    key: Float[Tensor, "b g j d"],
+    value: Float[Tensor, "b g j e"] | None,
+    mask: Tensor | None,
+    *,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    offset: int | None = None,
+) -> Call:
+    """A call from tensors as models give them: a boolean mask's True may be seen, a float one is added."""
+    query, key = query.detach(), key.detach()
+    value = None if value is None else value.detach()
+    i = query.shape[2]
+    if is_causal and key.shape[2] > i:  # the first i keys are all that it can see
+        key = key[:, :, :i]
+        value = None if value is None else value[:, :, :i]
+    key, value = ungrouped(key, value, query.shape[1])
+    j = key.shape[2]
+    rule, place = (Rule(causal=True), 0) if is_causal else (Rule(), max(j - i, 0))
+    if mask is not None:
+        visible = mask.detach()
+        if mask.dtype != torch.bool:
+            visible, added = split(visible[..., :j])
+            if added is not None:
+                bias = added if bias is None else bias.detach() + added
+        rule, place = recognised(mask, visible[..., :j], i, j)
+    settings = {
+        "scale": scale,
+        "softcap": softcap,
+        "bias": None if bias is None else bias.detach(),
+        "sink": None if sink is None else sink.detach(),
+    }
+    settings = {name: setting for name, setting in settings.items() if setting is not None}
+    return Call(query, key, value, rule, place if offset is None else offset, settings)
+
+
+_last: list[Any] = []  # the last mask tensor recognised: the layers of a model share one
+
+
+def recognised(mask: Tensor, visible: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, int]:
+    version = 0 if mask.is_inference() else mask._version
+    signature = (mask.data_ptr(), tuple(mask.shape), mask.stride(), version, i, j)
+    if _last and _last[0] is mask and _last[1] == signature:
+        return _last[2]
+    found = recognise(visible, i, j)
+    _last[:] = [mask, signature, found]
+    return found
+
+
+def ungrouped(key: Tensor, value: Tensor | None, h: int) -> tuple[Tensor, Tensor | None]:
+    """The key/value heads that a model repeated for its query heads, once each."""
+    g, times = key.shape[1], 1
+    if g == h and h > 1 and key.numel():
+        # Heads that were repeated are equal to the last bit; the first difference comes early when they weren't.
+        first = key[:1, :, :1]
+        while times < h and torch.equal(first[:, :1], first[:, times : times + 1]):
+            times += 1
+        while times > 1 and (
+            h % times or not _repeats(key, times) or (value is not None and not _repeats(value, times))
+        ):
+            times -= 1
+    if times == 1:
+        return key, value
+    return key[:, ::times], None if value is None else value[:, ::times]
+
+
+def _repeats(tensor: Tensor, times: int) -> bool:
+    heads = tensor.unflatten(1, (-1, times))
+    return all(torch.equal(heads[:, :, 0], heads[:, :, n]) for n in range(1, times))
+
+
+def _four(tensor: Tensor, lead: torch.Size) -> Tensor:
+    """[..., h, i, d] as [b, h, i, d]: what lies before the heads becomes the batch."""
+    tensor = tensor[(None,) * (4 - tensor.ndim)] if tensor.ndim < 4 else tensor
+    if len(lead) <= 1:
+        return tensor
+    return tensor.expand(*lead, *tensor.shape[-3:]).flatten(0, -4)

@@ -1,0 +1,295 @@
+"""What kind a head is, told from readouts of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+import einsight as es
+from einsight.lens.call import Call
+
+# How each column is read; all are means over the queries where it can be told, padding left out.
+COLUMNS = {
+    "entropy": "entropy of the weights, in nats",
+    "relative": "that entropy as a share of the largest possible, ln(visible keys)",
+    "first": "weight on the first token",
+    "previous": "weight on the previous token",
+    "itself": "weight on the token itself",
+    "induction": "weight on tokens that followed an earlier copy of this one",
+    "duplicate": "weight on earlier copies of this token",
+    "near": "weight within 32 tokens",
+    "special": "weight on special tokens",
+    "punctuation": "weight on punctuation",
+    "distance": "mean distance looked across, in tokens",
+}
+
+
+class Heads:
+    """A table with a row per layer and head; the columns are those of `einsight.lens.heads.COLUMNS`."""
+
+    def __init__(self, columns: dict[str, list]):
+        self._columns = columns
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns["layer"])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows, each a dict."""
+        names = self._columns
+        return (dict(zip(names, row, strict=True)) for row in zip(*names.values(), strict=True))
+
+    def __getitem__(self, column: str) -> list:
+        if column not in self._columns:
+            raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
+        return self._columns[column]
+
+    def sort(self, by: str, descending: bool = True) -> Heads:
+        """The rows in the order of a column, largest first; what can't be told comes last."""
+        key = self[by]
+        told = [n for n in range(len(self)) if key[n] == key[n]]
+        order = sorted(told, key=lambda n: -key[n] if descending else key[n])
+        return self._take(order + [n for n in range(len(self)) if key[n] != key[n]])
+
+    def top(self, n: int) -> Heads:
+        """The first n rows."""
+        return self._take(range(min(n, len(self))))
+
+    def grid(self, column: str) -> Float[Tensor, "layer head"]:
+        """A column as a tensor with a row per layer, NaN where a layer has fewer heads."""
+        layers, heads = self["layer"], self["head"]
+        made = torch.full((int(max(layers)) + 1, int(max(heads)) + 1), torch.nan)
+        for layer, head, value in zip(layers, heads, self[column], strict=True):
+            made[int(layer), int(head)] = value
+        return made
+
+    def to_dict(self) -> dict[str, list]:
+        """The columns, as lists."""
+        return {name: list(column) for name, column in self._columns.items()}
+
+    def to_pandas(self) -> Any:
+        """The table as a pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: pip install pandas; to_dict() needs nothing") from error
+        return pandas.DataFrame(self.to_dict())
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        made = Table(box=None, header_style="bold", pad_edge=False)
+        for name in self._columns:
+            made.add_column(name, justify="right")
+        for row in zip(*self._columns.values(), strict=True):
+            made.add_row(*(_written(value) for value in row))
+        return made
+
+    def __repr__(self) -> str:
+        rows = [self.columns, *([_written(v) for v in row] for row in zip(*self._columns.values(), strict=True))]
+        if len(rows) > 21:
+            rows = [*rows[:21], ["…"] * len(self._columns)]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(self._columns))]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(lines)
+
+    def _take(self, rows: Any) -> Heads:
+        rows = list(rows)
+        return Heads({name: [column[n] for n in rows] for name, column in self._columns.items()})
+
+
+def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
+    """The table of some layers' heads; see `Lens.heads`."""
+    ids, real = _ids(tokens)
+    kinds = None if tokenizer is None else _kinds(ids, tokenizer)
+    columns: dict[str, list] = {"layer": [], "head": []}
+    sequences: dict[Any, _Sequence] = {}
+    for call in calls:
+        b, h, i, _ = call.query.shape
+        j = call.key.shape[2]
+        if not i <= ids.shape[1] <= i + 1 or j != i or ids.shape[0] != b:
+            raise ValueError(
+                f"tokens must be those the model was given: layer {call.name!r} has {b} sequences "
+                f"of {i} queries and {j} keys, but tokens are {list(ids.shape)}"
+            )
+        total: dict[str, Tensor] = {}
+        count: dict[str, Tensor] = {}
+        for item in range(b):
+            chosen = _real(real, call.rule.keep, item, i)
+            key = (item, tuple(chosen.tolist()) if len(chosen) < i else i)
+            if key not in sequences:
+                sequences[key] = _Sequence(ids[item, chosen], None if kinds is None else kinds[item, chosen])
+            for name, (values, asked) in sequences[key].ask(call, item, chosen).items():
+                told = torch.where(asked, values, 0).sum(-1, dtype=torch.float64)
+                total[name] = total.get(name, 0) + told
+                count[name] = count.get(name, 0) + asked.expand(values.shape).sum(-1)
+        for name in COLUMNS:
+            if name in total:
+                columns.setdefault(name, []).extend((total[name] / count[name]).tolist())
+        columns["layer"] += [call.index] * h
+        columns["head"] += list(range(h))
+    return Heads(columns)
+
+
+class _Sequence:
+    """The tokens of one sequence, without its padding, and what is asked of the weights on them."""
+
+    def __init__(self, ids: Int[Tensor, " i"], kinds: Int[Tensor, " i"] | None):
+        self.ids, self.kinds, i = ids, kinds, len(ids)
+        self.place = torch.arange(i)
+        # Copies of a token side by side, in the order in which they came.
+        self.order = torch.sort(ids, stable=True).indices
+        self.back = self.order.argsort()
+        ids = ids[self.order]
+        self.copies = es.documents(ids) & es.window(None, -1)
+        has_copy = torch.cat([torch.zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])[:i][self.back]
+        self.asked = {
+            "first": self.place > 0,
+            "previous": self.place > 0,
+            "induction": has_copy,
+            "duplicate": has_copy,
+        }
+
+    def ask(
+        self, call: Call, item: int, chosen: Int[Tensor, " i"]
+    ) -> dict[str, tuple[Float[Tensor, "h i"], Bool[Tensor, " i"]]]:
+        """Each column's values, and the queries for which it can be told."""
+        query, key = call.query[item : item + 1], call.key[item : item + 1]
+        if len(chosen) < query.shape[2]:
+            query, key = query[:, :, chosen.to(query.device)], key[:, :, chosen.to(key.device)]
+        settings, rule = call.settings, call.rule
+        if rule.other is None and rule.left is None and not {"bias", "score_mod"} & settings.keys():
+            found = self._by_parts(query, key, rule.causal, settings)
+            visible = self.place + 1 if rule.causal else torch.full_like(self.place, len(chosen))
+        else:
+            found, visible = self._directly(call, item, chosen)
+        found = {name: values.cpu() for name, values in found.items()}
+        found["relative"] = found["entropy"] / visible.clamp(min=2).log()
+        everywhere = torch.ones(len(chosen), dtype=torch.bool)
+        asked = {**self.asked, "relative": visible > 1}
+        return {name: (values, asked.get(name, everywhere)) for name, values in found.items()}
+
+    def _by_parts(
+        self, query: Tensor, key: Tensor, causal: bool, settings: dict[str, Any]
+    ) -> dict[str, Float[Tensor, "h i"]]:
+        """The share of the weights on some keys is exp(their lse − the whole lse), and theirs alone is cheap.
+
+        What is linear in the weights rides along as the value of the one call over all keys.
+        """
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        query, key, device = query.to(dtype), key.to(dtype), query.device
+        place = self.place.to(device, dtype)
+        asked = {"first": place == 0, "place": place, "all": torch.ones_like(place)}
+        if self.kinds is not None:
+            asked |= {"special": self.kinds.to(device) == 1, "punctuation": self.kinds.to(device) == 2}
+        value = torch.stack([column.to(dtype) for column in asked.values()], -1)
+        value = value.expand(1, key.shape[1], *value.shape)
+        mask = es.causal() if causal else None
+        output, (lse, entropy) = es.attention(
+            query, key, value, mask, readouts=[es.LogSumExp(), es.Entropy()], **settings
+        )
+        found = dict(zip(asked, output[0].unbind(-1), strict=True))
+        alone = {name: setting for name, setting in settings.items() if name != "sink"}
+
+        found["entropy"] = entropy[0]
+
+        def share(query: Tensor, key: Tensor, mask: es.Mask, lse: Tensor) -> Float[Tensor, "h i"]:
+            return (es.AttentionWeights(query, key, mask, **alone).lse() - lse).exp()[0]
+
+        windows = {"near": (32, 0 if causal else 32), "previous": (1, -1), "itself": (0, 0)}
+        found |= {name: share(query, key, es.window(*window), lse) for name, window in windows.items()}
+        order, back = self.order.to(device), self.back.to(device)
+        sorted_query, sorted_lse = query[:, :, order], lse[:, :, order]
+        # What followed each key stands in its place.
+        for name, keys in (("duplicate", key), ("induction", key.roll(-1, 2))):
+            found[name] = share(sorted_query, keys[:, :, order], self.copies, sorted_lse)[:, back]
+        far, whole = found.pop("place"), found.pop("all")
+        if causal:
+            found["distance"] = place * whole - far  # Σ w (p − j)
+        else:
+            found["distance"] = es.AttentionWeights(query, key, mask, **settings).distance()[0]
+        return found
+
+    def _directly(
+        self, call: Call, item: int, chosen: Int[Tensor, " i"]
+    ) -> tuple[dict[str, Float[Tensor, "h i"]], Int[Tensor, " i"]]:
+        """The same from readouts of the weights as they are, under any mask and bias."""
+        i = call.query.shape[2]
+        ids = torch.full((1, i), -1).index_copy(1, chosen, self.ids[None])
+        before = torch.full((1, i), -2).index_copy(1, chosen[1:], self.ids[None, :-1])
+        earlier = es.window(None, -1)
+        columns = {"first": chosen[:1]}
+        if self.kinds is not None:
+            columns |= {"special": chosen[self.kinds == 1], "punctuation": chosen[self.kinds == 2]}
+        member = torch.stack([torch.zeros(i).index_fill(0, keys, 1) for keys in columns.values()], -1)
+        weights = call.weights.select(batch=[item], queries=chosen)
+        found = weights.read(
+            {
+                "entropy": es.Entropy(),
+                "mass": es.Mass(member.to(call.query.device)),
+                "previous": es.Diagonal(-1),
+                "itself": es.Diagonal(0),
+                "near": es.Share(es.window(32, 32)),
+                "duplicate": es.Share(es.same(ids, ids) & earlier),
+                "induction": es.Share(es.same(ids, before) & es.window(None, 0)),
+                "distance": es.Distance(),
+            }
+        )
+        found |= dict(zip(columns, found.pop("mass").unbind(-1), strict=True))
+        return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
+
+
+def _real(real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
+    """The places of an item's tokens that aren't padding."""
+    if real is not None:
+        return real[item, :i].nonzero().flatten().cpu()
+    if keep is not None:
+        return keep[min(item, len(keep) - 1)].nonzero().flatten().cpu()
+    return torch.arange(i)
+
+
+def _visible(call: Call, item: int, chosen: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """How many keys each query may see: exp of the lse of equal scores."""
+    query, key = torch.zeros_like(call.query[:, :1, :, :1]), torch.zeros_like(call.key[:, :1, :, :1])
+    equal = es.AttentionWeights(query, key, call.mask, offset=call.offset).select(batch=[item], queries=chosen)
+    return equal.lse()[0, 0].exp().round().cpu().long()
+
+
+def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
+    real = None
+    if isinstance(tokens, Mapping) or hasattr(tokens, "input_ids"):
+        real = tokens.get("attention_mask")
+        tokens = tokens["input_ids"]
+    ids = torch.as_tensor(tokens)
+    if ids.dtype.is_floating_point or ids.ndim not in (1, 2):
+        raise TypeError(
+            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}"
+        )
+    if real is not None:
+        real = torch.as_tensor(real).reshape(-1, ids.shape[-1]).bool()
+    return ids.reshape(-1, ids.shape[-1]), real
+
+
+def _kinds(ids: Int[Tensor, "b i"], tokenizer: Any) -> Int[Tensor, "b i"]:
+    """1 for special tokens, 2 for punctuation, else 0."""
+    special = set(tokenizer.all_special_ids)
+    kind = {}
+    for token in set(ids.flatten().tolist()):
+        text = tokenizer.decode([token]).strip()
+        kind[token] = 1 if token in special else 2 if text and not any(c.isalnum() for c in text) else 0
+    return torch.tensor([[kind[token] for token in row] for row in ids.tolist()], device=ids.device)
+
+
+def _written(value: int | float) -> str:
+    return str(value) if isinstance(value, int) else "–" if value != value else f"{value:.3f}"

@@ -1,0 +1,111 @@
+"""Attention of Hugging Face's models, caught where they look up the function that computes it.
+
+There the key heads are not repeated yet, the module is at hand, and their own "eager" code, which no function mode
+can tell from other arithmetic, is seen as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from einsight.lens.call import Call, make
+from einsight.lens.rules import Rule
+
+_lock = threading.Lock()
+_users = 0
+_original: Any = None
+
+
+def attach(run: Callable[[nn.Module, Callable[[], Call], Callable[..., Any], tuple, dict], Any]) -> bool:
+    """Let `run` run every attention function that a Hugging Face model looks up, until `detach`.
+
+    False if there is nothing to attach to.
+    """
+    global _users, _original
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not hasattr(modeling, "AttentionInterface"):
+        return False
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _original = modeling.AttentionInterface.get_interface
+            modeling.AttentionInterface.get_interface = _looking_up(_original, run)
+    return True
+
+
+def detach() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            sys.modules["transformers.modeling_utils"].AttentionInterface.get_interface = _original
+
+
+def _looking_up(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = original(self, attn_implementation, default)
+        return function if torch.compiler.is_compiling() else _watched(function, attn_implementation, run)
+
+    return get_interface
+
+
+def _watched(function: Callable[..., Any], kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    reading = _READINGS.get(kind or "eager", _FLASH if "flash" in (kind or "") else None)
+    if reading is None:
+        return function  # computes through something else that is seen, or isn't
+
+    @functools.wraps(function)
+    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call() -> Call:
+            return reading(module, query, key, value, *args, **kwargs)
+
+        return run(module, call, function, (module, query, key, value, *args), kwargs)
+
+    return watched
+
+
+def _eager(module, query, key, value, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> Call:
+    return make(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias=position_bias,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sink=kwargs.get("s_aux", getattr(module, "sinks", None)),
+    )
+
+
+def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> Call:
+    bias = kwargs.get("position_bias")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = bool(is_causal) and query.shape[2] > 1 and attention_mask is None
+    return make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling)
+
+
+def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, **kwargs) -> Call:
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    i, j = query.shape[2], key.shape[2]
+    window = kwargs.get("sliding_window")
+    keep = None if attention_mask is None else attention_mask[:, -j:].bool()
+    call = make(
+        query, key, value, None, scale=scaling, softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"), offset=j - i
+    )
+    call.rule = Rule(causal=bool(is_causal), left=window - 1 if window and is_causal else None, keep=keep)
+    return call
+
+
+_READINGS: dict[str, Callable[..., Call]] = {"eager": _eager, "sdpa": _sdpa}
+_FLASH = _flash

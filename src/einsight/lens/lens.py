@@ -1,0 +1,302 @@
+"""The lens: every call of attention inside a model, kept or read as it happens."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import einsight as es
+from einsight.lens import huggingface
+from einsight.lens.call import Call, ungrouped
+from einsight.lens.heads import Heads, table
+from einsight.lens.record import Record
+from einsight.lens.rollout import rollout
+from einsight.lens.rules import Rule
+from einsight.lens.watch import here, in_backward
+
+_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
+_CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoderdecoder|multihead_attn$", re.IGNORECASE)
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+class Lens:
+    """A context in which every call of attention that a model makes is seen.
+
+    The model's own code still computes everything: outputs, gradients and random state are bit for bit what they
+    are without the lens. (An exception: PyTorch's fused inference path of `nn.TransformerEncoderLayer` and
+    `nn.MultiheadAttention` is off in a lens; what isn't padding agrees to rounding.) Seen are PyTorch's
+    `scaled_dot_product_attention`, `einsight.attention`, `nn.MultiheadAttention`, and the attention functions of
+    Hugging Face's models, in eager and in compiled code; not seen are other threads, TorchScript and direct calls
+    of `torch.ops.aten`.
+
+    Arguments:
+        model: the module to look into.
+        readouts: what to read of each call as it happens, as `einsight.attention` takes it. Then only the results
+            are kept; without, queries and keys are, and any readout can be asked for afterwards.
+        layers: the self-attention layers to look at, by number; all by default.
+        values: keep the values as well.
+        keep_on: the device to keep things on; by default where they are.
+        on_call: a function that is given each `Call` before the layer's attention returns.
+
+    Example:
+        >>> import einsight as es, torch
+        >>> from einsight.lens import Lens
+        >>> model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> with Lens(model) as lens:
+        ...     output = model(torch.randn(1, 5, 16))
+        >>> lens[0]
+        Call(attention 0 'self_attn': b=1, h=2, i=5, j=5)
+        >>> lens[0].weights.entropy().shape
+        torch.Size([1, 2, 5])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        readouts: Any = None,
+        layers: Container[int] | None = None,
+        values: bool = False,
+        keep_on: torch.device | str | None = None,
+        on_call: Callable[[Call], object] | None = None,
+    ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if layers is not None and (isinstance(layers, str) or not isinstance(layers, Container)):
+            raise TypeError(f"layers must be a range, list or set of layer numbers, not {layers!r}")
+        if on_call is not None and not callable(on_call):
+            raise TypeError(f"on_call must be a function of a Call, not {on_call!r}")
+        self.model = model
+        self._readouts, self._layers, self._values = readouts, layers, values
+        self._keep_on, self._on_call = keep_on, on_call
+        self._records: dict[str, list[Record | Call]] = {}  # by layer, a record (or its results) per pass
+        self._order: dict[bool, list[str]] = {False: [], True: []}  # names of self- and of cross-attention layers
+        self._calls = 0
+        self._forward: Any = None
+        self._counts: dict[str, int] = {}
+        self._in_generation = False
+        self._names: dict[int, str] = {}
+        self._attached = False
+
+    def __enter__(self) -> Lens:
+        for name, module in self.model.named_modules():
+            self._names[id(module)] = _clean(name)  # of nested wrappers the innermost says it last
+        watch = here()
+        self._attached = huggingface.attach(lambda *given: here().from_interface(*given))
+        watch.open(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        here().close(self)
+        if self._attached:
+            huggingface.detach()
+        if not self._calls and kind is None:
+            warnings.warn(self._nothing_seen(), stacklevel=2)
+
+    # Reading.
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The self-attention layers seen, in the order of their numbers."""
+        return tuple(self._order[False])
+
+    def __len__(self) -> int:
+        return len(self._order[False])
+
+    def __iter__(self) -> Iterator[Call]:
+        """The self-attention layers that were kept, each as in `lens[n]`."""
+        return (self._last(name) for name in self._order[False] if name in self._records)
+
+    def __getitem__(self, layer: int | str) -> Call:
+        """A layer's calls in its last pass, as one `Call`: by number among the self-attention layers, or by name."""
+        return self._last(self._find(layer, cross=False))
+
+    @property
+    def cross(self) -> _Cross:
+        """The cross-attention layers, by number: `lens.cross[3]`."""
+        return _Cross(self)
+
+    def passes(self, layer: int | str) -> tuple[Call, ...]:
+        """A layer's passes: each run of the model over new inputs. The steps of one generation are one pass."""
+        return tuple(_call(record) for record in self._records[self._find(layer, cross=False)])
+
+    def heads(self, tokens: Any, tokenizer: Any = None) -> Heads:
+        """What kind each head of the self-attention layers is: a table with one row per layer and head.
+
+        Arguments:
+            tokens: the token ids [b, i] or [i] that the model was given, or the tokenizer's output.
+            tokenizer: to know special tokens and punctuation; without, those columns are left out.
+        """
+        kept = list(self)
+        if not kept or self._readouts is not None:
+            raise LookupError(self._nothing_kept())
+        return table(kept, tokens, tokenizer)
+
+    def rollout(self, query: int | list[int] | slice | Tensor) -> Float[Tensor, "b n j"]:
+        """How much each input token contributes to a query over all layers: attention rollout.
+
+        The product over the layers of ½ (W + 1), W the mean over the heads (Abnar & Zuidema 2020,
+        arXiv:2005.00928), for the chosen queries, in linear memory: [b, n, j], each row summing to 1.
+        """
+        kept = list(self)
+        if not kept or self._readouts is not None or len(kept) < len(self):
+            nothing = not kept or self._readouts is not None
+            raise LookupError(self._nothing_kept() if nothing else "rollout needs every layer: don't choose layers")
+        return rollout(kept, query)
+
+    def record(
+        self,
+        query: Float[Tensor, "b h i d"],
+        key: Float[Tensor, "b g j d"],
+        value: Float[Tensor, "b g j e"] | None = None,
+        mask: es.Mask | None = None,
+        *,
+        name: str = "",
+        cross: bool = False,
+        offset: int | Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        """Tell the lens of attention that is written by hand, from inside the model's code.
+
+        `mask` and the settings are those of `einsight.attention`; the layer is named `name`, or as its module.
+        """
+        if in_backward():
+            return
+        query, key = query.detach(), key.detach()
+        value = None if value is None else value.detach()
+        # Refused here, where the mistake is, and not when the weights are read.
+        es.AttentionWeights(query, key, mask, offset=offset, **settings)
+        key, value = ungrouped(key, value, query.shape[1])
+        if offset is None:
+            offset = max(key.shape[2] - query.shape[2], 0)
+        call = Call(query, key, value, Rule(other=mask), offset, settings, cross=cross, name=name)
+        with torch.no_grad():
+            self._receive(call, here().stack, "")
+
+    # Seeing.
+
+    def _receive(self, call: Call, stack: list[nn.Module], within: str) -> None:
+        known = [module for module in stack if id(module) in self._names]
+        if not known and stack:
+            return  # another model's
+        if not known and not call.name:
+            return
+        module = known[-1] if known else None
+        name = self._names[id(module)] if module is not None else ""
+        if within:
+            name = _clean(f"{name}.{within}" if name else within)
+            module = next((m for n, m in self.model.named_modules() if _clean(n) == name), module)
+        name = call.name or name or type(self.model).__name__
+        self._calls += 1
+        watch = here()
+        if watch.forward is not self._forward or not stack:
+            self._forward, self._counts, self._in_generation = watch.forward, {}, False
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        if count > 1:
+            name = f"{name} ({count})"  # a module that is used again, as in ALBERT
+        call.cross = call.cross or _is_cross(name)
+        order = self._order[call.cross]
+        if name not in order:
+            order.append(name)
+        call.name, call.index, call.module = name, order.index(name), module
+        if self._layers is not None and call.index not in self._layers:
+            return
+        if not self._values and self._on_call is None:
+            call.value = None
+        if self._readouts is not None:
+            call.results = call.weights.read(self._readouts)
+        if self._on_call is not None:
+            self._on_call(call)
+        self._keep(call)
+
+    def _keep(self, call: Call) -> None:
+        passes = self._records.setdefault(call.name, [])
+        if self._readouts is not None:
+            b, h, _, d = call.query.shape
+            none = replace(call, query=call.query.new_empty(b, h, 0, d), value=None, settings={}, rule=Rule())
+            none.key = call.key.new_empty(*call.key.shape[:2], 0, d)
+            passes.append(none)
+            return
+        if not self._values:
+            call.value = None
+        last = passes[-1] if passes else None
+        if isinstance(last, Record) and last.continues(call, self._in_generation):
+            self._in_generation = True
+        else:
+            passes.append(Record(call, self._keep_on))
+
+    def _find(self, layer: int | str, cross: bool) -> str:
+        if not self._calls:
+            raise LookupError(self._nothing_seen())
+        if isinstance(layer, str):
+            name = _clean(layer)
+            if name in self._records:
+                return name
+            raise KeyError(f"no layer {layer!r} was kept; there are {', '.join(self._records)}")
+        order, kind = self._order[cross], "cross-attention" if cross else "self-attention"
+        if not -len(order) <= layer < len(order):
+            raise IndexError(f"layer {layer} is out of range: the lens saw {len(order)} {kind} layers")
+        if order[layer] not in self._records:
+            raise LookupError(f"layer {layer} was not kept: the lens was opened with layers={self._layers!r}")
+        return order[layer]
+
+    def _last(self, name: str) -> Call:
+        return _call(self._records[name][-1])
+
+    def _nothing_kept(self) -> str:
+        if not self._calls:
+            return self._nothing_seen()
+        if self._readouts is not None:
+            return "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
+        return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen"
+
+    def _nothing_seen(self) -> str:
+        alike = [
+            f"{name} ({type(module).__name__})"
+            for name, module in self.model.named_modules()
+            if _ATTENTION.search(type(module).__name__)
+        ]
+        listed = ", ".join(alike[:6]) + (f" and {len(alike) - 6} more" if len(alike) > 6 else "")
+        return (
+            "the lens saw no call of attention. "
+            + (f"These modules look like it: {listed}. " if alike else "No module looks like attention. ")
+            + "Either the model was not run in the lens, or it computes attention in a way that can't be seen: by "
+            "hand (as Bloom and Longformer do), in another thread, in TorchScript, or through torch.ops.aten. Ways out: "
+            'load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or einsight.attention '
+            "in its code; or call lens.record(query, key, value, mask, name=…) there"
+        )
+
+
+class _Cross:
+    """The cross-attention layers of a lens."""
+
+    def __init__(self, lens: Lens):
+        self._lens = lens
+
+    def __len__(self) -> int:
+        return len(self._lens._order[True])
+
+    def __getitem__(self, layer: int | str) -> Call:
+        return self._lens._last(self._lens._find(layer, cross=True))
+
+
+def _call(record: Record | Call) -> Call:
+    return record.call if isinstance(record, Record) else record
+
+
+def _clean(name: str) -> str:
+    return _WRAPPERS.sub("", name).strip(".")
+
+
+def _is_cross(name: str) -> bool:
+    return _CROSS.search(".".join(name.split(".")[-2:])) is not None

@@ -1,0 +1,235 @@
+"""One layer in one pass: its calls, joined along the queries as a generation adds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import einsight as es
+from einsight.lens.call import Call
+from einsight.lens.rules import Rule, joined, recognise
+
+
+class Piece(NamedTuple):
+    """What one call adds: how many queries, standing where among all keys, under which rule about which keys."""
+
+    rule: Rule
+    i: int
+    offset: Any  # among all keys of the pass
+    keys: int  # how many keys there were then; the rule speaks of the last `width` of them
+    width: int
+    bias: Any
+
+
+class Growing:
+    """A tensor [b, n, i, d] that grows along i, with room to spare so that n steps copy it log n times."""
+
+    def __init__(self, tensor: Tensor):
+        self.buffer, self.length = tensor, tensor.shape[2]
+
+    def get(self) -> Tensor:
+        return self.buffer[:, :, : self.length]
+
+    def append(self, more: Tensor) -> None:
+        length = self.length + more.shape[2]
+        if length > self.buffer.shape[2]:
+            b, n, _, d = self.buffer.shape
+            room = self.buffer.new_empty(b, n, max(length, self.length * 3 // 2), d)
+            room[:, :, : self.length] = self.get()
+            self.buffer = room
+        self.buffer[:, :, self.length : length] = more
+        self.length = length
+
+    def reorder(self, rows: Tensor) -> None:
+        self.buffer = self.get()[rows]
+
+
+class Record:
+    """The calls of one layer in one pass."""
+
+    def __init__(self, call: Call, keep_on: Any):
+        self.keep_on = keep_on
+        self.template = replace(call, value=None)
+        width, call = _written(call)
+        self.query, self.key = (Growing(self._own(t)) for t in (call.query, call.key))
+        self.value = None if call.value is None else Growing(self._own(call.value))
+        self.template = replace(call, query=self.query.buffer, key=self.key.buffer, value=None)
+        self.pieces = [_piece(call, call.offset, width, width)]
+        self._call: Call | None = None
+
+    def continues(self, call: Call, in_generation: bool) -> bool:
+        """Take in a call that goes on from this record's last one; False if it doesn't."""
+        if call.query.shape[0] != self.query.buffer.shape[0] or call.key.shape[1] != self.key.buffer.shape[1]:
+            return False
+        if call.cross:
+            if not in_generation or not _equal(call.key, self.key.get().to(call.key.device)):
+                return False
+            keys = self.key.length
+            self._take(call, call.offset, keys, keys, None)
+            return True
+        before = call.offset if isinstance(call.offset, int) else 0
+        if before < 1:
+            return False
+        width, call = _written(call)
+        stored = self.key.length
+        old = call.key[:, :1, :before].to(self.key.buffer.device)
+        if before > stored:
+            return False
+        if not _equal(old, self.key.get()[:, :1, stored - before :]):
+            if before == stored and (rows := _reordered(old, self.key.get()[:, :1])) is not None:
+                for grown in self._grown():
+                    grown.reorder(rows)
+            elif before < stored and _equal(old, self.key.get()[:, :1, :before]):
+                self._forget_after(before)  # the cache was cropped
+                stored = before
+            else:
+                return False
+        self._take(call, stored, stored + call.query.shape[2], width, before)
+        return True
+
+    @property
+    def call(self) -> Call:
+        """All of it as one call."""
+        if self._call is None:
+            value = None if self.value is None else self.value.get()
+            settings = dict(self.template.settings)
+            first = self.pieces[0]
+            rule, offset = first.rule, first.offset
+            if len(self.pieces) > 1:
+                rule, settings["bias"] = self._rule(), self._bias()
+                if settings["bias"] is None:
+                    del settings["bias"]
+            self._call = replace(
+                self.template,
+                query=self.query.get(),
+                key=self.key.get(),
+                value=value,
+                rule=rule,
+                offset=offset,
+                settings=settings,
+            )
+        return self._call
+
+    def _take(self, call: Call, offset: Any, keys: int, width: int, before: int | None) -> None:
+        self.query.append(call.query.to(self.query.buffer.device))
+        if before is not None:
+            new = slice(before, before + call.query.shape[2])
+            self.key.append(call.key[:, :, new].to(self.key.buffer.device))
+            if self.value is not None and call.value is not None:
+                self.value.append(call.value[:, :, new].to(self.value.buffer.device))
+        self.pieces.append(_piece(call, offset, keys, width))
+        self.template.results = call.results
+        self._call = None
+
+    def _rule(self) -> Rule:
+        if self.template.cross and all(piece.rule == Rule() for piece in self.pieces):
+            return Rule()
+        steps = [(_plain(piece), piece.i, piece.offset, piece.keys) for piece in self.pieces]
+        if not self.template.cross and (rule := joined(steps, self.key.length)) is not None:
+            return rule
+        masks = [(piece.rule.mask(), piece) for piece in self.pieces]
+        dense = [None if mask is None else _four(_dense(mask, piece)) for mask, piece in masks]
+        b, h = (max([1, *(d.shape[n] for d in dense if d is not None)]) for n in (0, 1))
+        whole = torch.zeros(b, h, self.query.length, self.key.length, dtype=torch.bool)
+        row = 0
+        for part, piece in zip(dense, self.pieces, strict=True):
+            there = whole[:, :, row : row + piece.i, piece.keys - piece.width : piece.keys]
+            there[:] = True if part is None else part
+            row += piece.i
+        return Rule(other=whole.to(self.key.buffer.device))
+
+    def _bias(self) -> Tensor | None:
+        biases = [None if p.bias is None else p.bias[(None,) * (4 - p.bias.ndim)] for p in self.pieces]
+        if all(bias is None for bias in biases):
+            return None
+        b, h = (max(bias.shape[n] for bias in biases if bias is not None) for n in (0, 1))
+        like = next(bias for bias in biases if bias is not None)
+        whole = like.new_zeros(b, h, self.query.length, self.key.length)
+        row = 0
+        for bias, piece in zip(biases, self.pieces, strict=True):
+            if bias is not None:
+                whole[:, :, row : row + piece.i, piece.keys - piece.width : piece.keys] = bias
+            row += piece.i
+        return whole
+
+    def _forget_after(self, count: int) -> None:
+        for grown in self._grown():
+            grown.length = min(grown.length, count)
+        while self.pieces and self.pieces[-1].offset >= count:
+            self.pieces.pop()
+        last = self.pieces[-1]
+        if last.keys > count:
+            gone = last.keys - count
+            self.pieces[-1] = last._replace(
+                rule=Rule(other=_four(_dense(last.rule.mask() or es.causal(), last))[:, :, : last.i - gone, :-gone]),
+                i=last.i - gone,
+                keys=count,
+                width=last.width - gone,
+                bias=None if last.bias is None else last.bias[..., :-gone, :-gone],
+            )
+
+    def _grown(self) -> list[Growing]:
+        return [grown for grown in (self.query, self.key, self.value) if grown is not None]
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        if self.keep_on is not None:
+            tensor = tensor.to(self.keep_on)
+        # A view would keep all of what it looks into, and change with it: a static cache, packed projections.
+        whole = tensor.untyped_storage().nbytes()
+        return tensor.clone() if whole > tensor.numel() * tensor.element_size() else tensor
+
+
+def _piece(call: Call, offset: Any, keys: int, width: int) -> Piece:
+    bias = call.settings.get("bias")
+    return Piece(call.rule, call.query.shape[2], offset, keys, width, bias if isinstance(bias, Tensor) else None)
+
+
+def _written(call: Call) -> tuple[int, Call]:
+    """The call without the keys behind its last query that a static cache holds room for."""
+    i, j = call.query.shape[2], call.key.shape[2]
+    rule, settings = call.rule, call.settings
+    if call.cross or not isinstance(call.offset, int) or not rule.causal or call.offset + i >= j:
+        return j, call
+    end = call.offset + i
+    if rule.keep is not None:
+        keep = rule.keep[:, :end]
+        rule = replace(rule, keep=None if bool(keep.all()) else keep)
+    bias = settings.get("bias")
+    if isinstance(bias, Tensor) and bias.shape[-1] == j:
+        settings = {**settings, "bias": bias[..., :end]}
+    value = None if call.value is None else call.value[:, :, :end]
+    return end, replace(call, key=call.key[:, :, :end], value=value, rule=rule, settings=settings)
+
+
+def _plain(piece: Piece) -> Rule:
+    """A rule that was given as one of Einsight's masks, in the form that joins."""
+    if not isinstance(piece.rule.other, es.Mask):
+        return piece.rule
+    return recognise(_four(_dense(piece.rule.other, piece)), piece.i, piece.width)[0]
+
+
+def _dense(mask: es.Mask, piece: Piece) -> Tensor:
+    return mask.dense(piece.i, piece.width, offset=piece.offset - (piece.keys - piece.width))
+
+
+def _four(tensor: Tensor) -> Tensor:
+    return tensor[(None,) * (4 - tensor.ndim)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or torch.equal(a, b))
+
+
+def _reordered(new: Tensor, old: Tensor) -> Tensor | None:
+    """Which row of `old` each row of `new` is, as a beam search leaves them; None if some is none of them."""
+    rows = []
+    for row in new:
+        same = [n for n in range(len(old)) if torch.equal(row, old[n])]
+        if not same:
+            return None
+        # Beams that are still equal: stay in place where possible.
+        rows.append(len(rows) if len(rows) in same else same[0])
+    return torch.tensor(rows, device=old.device)

@@ -1,0 +1,354 @@
+"""The native engine against the formula in float64, and its promises about bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+import einsight as es
+from einsight.engines import choose, native
+from einsight.problem import pose
+
+pytestmark = pytest.mark.skipif(native.kernel is None, reason="the native engine is not compiled")
+
+LEVELS = native.kernel.levels if native.kernel else []
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+READOUTS = {
+    "lse": es.LogSumExp(),
+    "max": es.MaxScore(),
+    "entropy": es.Entropy(),
+    "received": es.Received(),
+    "weights": es.Weights(),
+    "scores": es.Scores(),
+}
+
+# b, h, g, i, j, d, e: distinct primes where the shape allows; more than one block of 96 rows, more than one tile of
+# 256 keys, more than one chunk of 1024, and the tuned head dimensions.
+SIZES = {
+    "small": (2, 3, 3, 7, 5, 13, 11),
+    "one key": (1, 2, 1, 3, 1, 5, 7),
+    "blocks": (2, 3, 3, 131, 137, 17, 19),
+    "tiles": (1, 4, 2, 103, 521, 64, 64),
+    "groups": (2, 6, 2, 67, 307, 37, 53),
+    "decode": (5, 8, 2, 1, 2503, 128, 96),
+    "chunks": (3, 2, 1, 11, 2053, 23, 5),
+    "wide": (1, 2, 2, 101, 107, 96, 128),
+    "deep": (1, 2, 1, 29, 31, 257, 263),
+}
+
+
+def make(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, g, i, j, d, e = sizes
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((b, h, i, d), (b, g, j, d), (b, g, j, e))
+    query, key, value = (torch.randn(shape, generator=random).to(dtype) for shape in shapes)
+    return query, key, value
+
+
+def settings_of(name: str, sizes: tuple[int, ...]) -> dict:
+    b, h, _, i, j, _, _ = sizes
+    offset = {"offset": j - i}
+    random = torch.Generator().manual_seed(1)
+    return {
+        "all": {},
+        "causal": {"mask": es.causal(), **offset},
+        "causal from 0": {"mask": es.causal(), "offset": 0},
+        "window": {"mask": es.window(3, 2), **offset},
+        "wide window": {"mask": es.window(97, 0), **offset},
+        "nothing to see": {"mask": es.window(1, 1), "offset": -3},
+        "lengths": {"mask": es.lengths(torch.arange(b) * (j // 2))},
+        "documents": {"mask": es.causal() & es.documents(torch.arange(j) // 19, torch.arange(i) // 7), **offset},
+        "offsets": {"mask": es.causal(), "offset": torch.arange(b) * 2 - 1},
+        "softcap": {"mask": es.causal(), "softcap": 0.7, **offset},
+        "high softcap": {"softcap": 50.0},
+        "sink": {"mask": es.window(5, 0), "sink": torch.randn(h, generator=random) * 3, **offset},
+        "high sink": {"mask": es.window(1, 1), "sink": 300.0, "offset": -3},
+        "alibi": {"bias": es.alibi(torch.rand(h, generator=random)), "mask": es.window(11, 3), **offset},
+        "scale": {"scale": 3.0},
+        "negative scale": {"scale": -0.3},
+    }[name]
+
+
+SETTINGS = (
+    "all",
+    "causal",
+    "causal from 0",
+    "window",
+    "wide window",
+    "nothing to see",
+    "lengths",
+    "documents",
+    "offsets",
+    "softcap",
+    "high softcap",
+    "sink",
+    "high sink",
+    "alibi",
+    "scale",
+    "negative scale",
+)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, engine: str = "native", **settings) -> dict[str, Tensor]:
+    output, found = es.attention(query, key, value, readouts=READOUTS, engine=engine, **settings)
+    return {"output": output, **found}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    same = (got == want) | (got.isnan() & want.isnan())
+    return float((got - want).abs().masked_fill(same, 0).nan_to_num(float("inf")).max()) if got.numel() else 0.0
+
+
+def check(got: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, **settings) -> None:
+    """Every error is at most twice that of the formula in float32, plus twice one rounding of the result.
+
+    The formula's error is the larger one of this query and its negative: of a single draw it may be small by luck.
+    """
+    exact, plain = (
+        [
+            attend(q, key.to(dtype), value.to(dtype), engine="reference", **settings)
+            for q in (query.to(dtype), -query.to(dtype))
+        ]
+        for dtype in (torch.float64, torch.float32)
+    )
+    for name, result in got.items():
+        want = exact[0][name]
+        largest = float(want[want.isfinite()].abs().max()) if want.isfinite().any() else 0.0
+        rounding = torch.finfo(result.dtype).eps / 2 * largest
+        allowed = 2 * (max(error(p[name], e[name]) for p, e in zip(plain, exact, strict=True)) + rounding)
+        assert error(result, want) <= allowed, f"{name}: {error(result, want):.3g} > {allowed:.3g}"
+
+
+def at_level(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    original = native.compute
+    monkeypatch.setattr(native, "compute", lambda *args: original(*args, level=level))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_settings(sizes: str, settings: str) -> None:
+    tensors, chosen = make(SIZES[sizes]), settings_of(settings, SIZES[sizes])
+    check(attend(*tensors, **chosen), *tensors, **chosen)
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_instruction_set_and_dtype(
+    sizes: str, dtype: torch.dtype, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_level(monkeypatch, level)
+    tensors = make(SIZES[sizes], dtype)
+    for name in ("all", "causal", "alibi", "softcap"):
+        chosen = settings_of(name, SIZES[sizes])
+        got = attend(*tensors, **chosen)
+        assert got["output"].dtype == dtype
+        check(got, *tensors, **chosen)
+
+
+def test_large_scores() -> None:
+    query, key, value = make(SIZES["tiles"])
+    tensors = (query * 30, key * 30, value)
+    check(attend(*tensors), *tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_half_precision_number_survives(dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    value = numbers[numbers.isfinite()].view(1, 1, 1, -1)
+    ones = torch.ones(1, 1, 1, 3, dtype=dtype)
+    assert torch.equal(es.attention(ones, ones, value, engine="native"), value)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_strides(sizes: str) -> None:
+    query, key, value = make(SIZES[sizes])
+    want = attend(query, key, value)
+    for order in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
+        permuted = (
+            t.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist()) for t in (query, key, value)
+        )
+        got = attend(*permuted)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    reversed_storage = torch.stack([query, query])[1:].squeeze(0)[:, :, :, :]
+    assert torch.equal(attend(reversed_storage, key, value)["output"], want["output"])
+    expanded = key[:1].expand(query.shape[0], -1, -1, -1)
+    alike = attend(query, expanded, value), attend(query, expanded.contiguous(), value)
+    assert all(torch.equal(alike[0][name], alike[1][name]) for name in want)
+
+
+@pytest.mark.parametrize("settings", ["causal", "wide window", "alibi", "sink"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_bits(sizes: str, settings: str) -> None:
+    """The same for 1 and 2 threads, for a batch item alone, and whatever readouts are asked."""
+    tensors, chosen = make(SIZES[sizes]), settings_of(settings, SIZES[sizes])
+    want = attend(*tensors, **chosen)
+    threads = torch.get_num_threads()
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        got = attend(*tensors, **chosen)
+        assert all(torch.equal(got[name], want[name]) for name in want), n
+    torch.set_num_threads(threads)
+    for item in range(len(tensors[0])):
+        alone = attend(*(t[item : item + 1] for t in tensors), **chosen)
+        assert all(torch.equal(alone[name], want[name][item : item + 1]) for name in want)
+    assert torch.equal(es.attention(*tensors, engine="native", **chosen), want["output"])
+    for name, readout in READOUTS.items():
+        output, found = es.attention(*tensors, engine="native", readouts=readout, **chosen)
+        assert torch.equal(output, want["output"])
+        assert torch.equal(found, want[name])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("settings", ["causal", "window", "documents", "causal from 0"])
+@pytest.mark.parametrize("sizes", ["blocks", "tiles", "groups", "chunks", "decode"])
+def test_unseen_keys_change_no_bit(sizes: str, settings: str, bad: float) -> None:
+    query, key, value = make(SIZES[sizes])
+    chosen = settings_of(settings, SIZES[sizes])
+    want = attend(query, key, value, **chosen)
+    j = key.shape[2]
+    for spoiled in {0, j // 2, j - 1}:
+        other_key, other_value = key.clone(), value.clone()
+        other_key[:, :, spoiled] = bad
+        other_value[:, :, spoiled] = bad
+        got = attend(query, other_key, other_value, **chosen)
+        sees = want["scores"][..., spoiled] > -torch.inf
+        for name in want:
+            if name == "received":
+                # Of a key, the sum over the queries that do not see the bad one is not asked separately.
+                never = ~((want["scores"] > -torch.inf) & sees.unsqueeze(-1)).any(-2)
+                assert torch.equal(got[name][never], want[name][never])
+            else:
+                assert torch.equal(got[name][~sees], want[name][~sees]), name
+        if bad != bad:
+            assert got["output"][sees].isnan().all()
+            assert got["max"][sees].isnan().all()
+            seen_weights = got["weights"][sees][want["scores"][sees] > -torch.inf]
+            assert seen_weights.isnan().all()
+            assert (got["weights"][sees][want["scores"][sees] == -torch.inf] == 0).all()
+
+
+def test_received_of_chosen_queries() -> None:
+    query, key, value = make(SIZES["groups"])
+    tensors, chosen = (query, key, value), settings_of("causal", SIZES["groups"])
+    for queries in (slice(-5, None), [3, 1, 17], [66], 0):
+        for options in ({}, {"mean": True}, {"per_group": True}, {"mean": True, "per_group": True}):
+            readout = es.Received(queries, **options)
+            _, got = es.attention(*tensors, readouts=readout, engine="native", **chosen)
+            _, want = es.attention(*tensors, readouts=readout, engine="reference", **chosen)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    # A NaN in a query that is not asked about stays out.
+    spoiled = query.clone()
+    spoiled[:, :, 2] = torch.nan
+    readout = es.Received(slice(3, 9))
+    want = es.attention(*tensors, readouts=readout, engine="native", **chosen)[1]
+    assert torch.equal(es.attention(spoiled, key, value, readouts=readout, engine="native", **chosen)[1], want)
+
+
+def test_readouts_alone() -> None:
+    query, key, value = make(SIZES["tiles"])
+    problem = pose(query, key, None, es.causal(), offset=0, readouts=tuple(READOUTS.values()))
+    output, found = native.run(problem)
+    want = attend(query, key, value, mask=es.causal(), offset=0)
+    assert output is None
+    assert all(torch.equal(a, want[name]) for a, name in zip(found, READOUTS, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 1, 3, 5, 7, 11), (2, 2, 2, 0, 5, 7, 11), (2, 2, 1, 3, 0, 7, 11), (2, 3, 3, 5, 7, 11, 0)]
+)
+def test_empty_dimensions(sizes: tuple[int, ...]) -> None:
+    tensors = make(sizes)
+    got, want = attend(*tensors), attend(*tensors, engine="reference")
+    for name in want:
+        torch.testing.assert_close(got[name], want[name])
+
+
+def test_several_threads_may_call_at_once() -> None:
+    tensors = make(SIZES["tiles"])
+    want = attend(*tensors)
+    wrong: list[str] = []
+
+    def work() -> None:
+        for _ in range(20):
+            got = attend(*tensors)
+            wrong.extend(name for name in want if not torch.equal(got[name], want[name]))
+
+    callers = [threading.Thread(target=work) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_a_long_call_can_be_interrupted() -> None:
+    """Ctrl-C, in a process of its own: the call would take minutes."""
+    script = """
+import os, signal, threading, torch, einsight as es
+torch.set_num_threads(1)
+q, k, v = torch.randn(3, 8, 8, 16384, 64)
+es.attention(q[:1, :1, :8], k[:1, :1, :8], v[:1, :1, :8], engine="native")
+threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    es.attention(q, k, v, engine="native")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n", done.stderr
+
+
+def test_refusals() -> None:
+    query, key, value = make(SIZES["small"])
+
+    def refusal(q: Tensor = query, **settings) -> str | None:
+        return native.refuses(pose(q, key.to(q.dtype), value.to(q.dtype), **settings))
+
+    assert refusal() is None
+    assert "write query.float()" in str(refusal(query.double()))
+    assert "derivatives" in str(refusal(query.clone().requires_grad_()))
+    assert "dropout" in str(refusal(dropout=0.1))
+    assert "score_mod" in str(refusal(score_mod=lambda s, b, h, p, j: s, offset=0))
+    assert "alibi" in str(refusal(bias=torch.zeros(7, 5)))
+    assert "TopK" in str(refusal(readouts=(es.TopK(2),)))
+    assert "interval" in str(refusal(mask=es.where(lambda b, h, p, j: (p + j) % 2 == 0), offset=0))
+    assert "Received" in str(refusal(readouts=(es.Received(), es.Received([1]))))
+    assert refusal(readouts=(es.Received([1]), es.Received([1], mean=True))) is None
+    with torch.no_grad():
+        assert refusal(query.clone().requires_grad_()) is None
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "kernel", None)
+    tensors = make(SIZES["small"])
+    assert choose.choose(pose(*tensors))[0] != "native"
+    assert "not compiled" in str(es.plan(*tensors))
+    with pytest.raises(ValueError, match="C\\+\\+17 compiler"):
+        es.attention(*tensors, engine="native")
+
+
+def test_compile_sees_one_operation() -> None:
+    query, key, value = make(SIZES["tiles"])
+    lo, hi = torch.zeros(1, 1, 103, dtype=torch.int64), torch.full((1, 1, 103), 521)
+    arguments = (query, key, value, 0.125, 0.0, None, None, None, lo, hi, None, True, False, True, True, False, False)
+    torch.library.opcheck(
+        torch.ops.einsight.native_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_received_memory_is_linear() -> None:
+    """32,768 tokens: no [queries x keys] anywhere, whatever is kept inside."""
+    query, key, value = make((1, 2, 2, 211, 32768, 16, 16))
+    start = time.perf_counter()
+    _, received = es.attention(query, key, value, readouts=es.Received(), engine="native")
+    assert received.shape == (1, 2, 32768)
+    torch.testing.assert_close(received.sum(-1), torch.full((1, 2), 211.0), rtol=1e-5, atol=0)
+    assert time.perf_counter() > start
