@@ -167,11 +167,7 @@ class Watch(TorchFunctionMode):
         busy, self.busy = self.busy, True
         try:
             for lens in list(self.lenses):
-                lens._receive(
-                    replace(call, cross=call.cross or self.cross),
-                    [*self.stack, module] if module is not None else self.stack,
-                    within,
-                )
+                lens._receive(replace(call, cross=call.cross or self.cross), [*self.stack, module] if module is not None else self.stack, within)
         finally:
             self.busy = busy
 
