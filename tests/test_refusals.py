@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from checks import operands
@@ -24,12 +23,7 @@ def without_a_compiled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "kernel", None)
 
 
-@pytest.fixture(autouse=True)
-def without_the_test_suites_own_check_of_shapes() -> Iterator[None]:
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+pytestmark = pytest.mark.usefixtures("without_shape_checks")
 
 
 def attention(*changed: Any, **settings: Any) -> Any:

@@ -26,7 +26,7 @@ class Rule:
     causal: bool = False
     left: int | None = None
     keep: Bool[Tensor, "b j"] | None = None
-    other: Bool[Tensor, "..."] | es.Mask | None = None
+    other: Bool[Tensor, ...] | es.Mask | None = None
 
     def mask(self) -> es.Mask | None:
         """The rule as one of Einsight's masks; None if everything is visible."""
@@ -72,7 +72,7 @@ def recognise(mask: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, 
     return Rule(other=mask), offset
 
 
-def split(mask: Float[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."] | None]:
+def split(mask: Float[Tensor, ...]) -> tuple[Bool[Tensor, ...], Float[Tensor, ...] | None]:
     """An additive mask as what it hides (−∞ or the dtype's lowest number) and what it adds (None: nothing)."""
     visible = mask > torch.finfo(mask.dtype).min
     added = mask.masked_fill(~visible, 0)
