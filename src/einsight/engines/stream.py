@@ -207,12 +207,13 @@ def _attend(
     scores = scores.view(shape)
     if problem.softcap is not None:
         scores = torch.tanh(scores / problem.softcap) * problem.softcap
-    if problem.score_mod is not None:
-        scores = problem.score_mod(scores, at.b, at.h, at.p, at.j)
+    scores = problem.modified(scores, at)
     if bias is not None:
         scores = scores + bias
     if seen is not None:
-        scores = _hide(scores, seen, tile, in_place=space is not None, everywhere=bias is not None)
+        # What score_mod returns may be the user's own tensor.
+        in_place = space is not None and problem.score_mod is None
+        scores = _hide(scores, seen, tile, in_place=in_place, everywhere=bias is not None)
     if bias is not None or problem.score_mod is not None:
         seen = scores.detach() != -torch.inf
 
