@@ -1,6 +1,6 @@
 """Which of three documents did each token of an answer draw on? The weight on each, in the layers that copy.
 
-    python examples/which_document.py
+python examples/which_document.py
 """
 
 import torch
