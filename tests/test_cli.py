@@ -120,7 +120,7 @@ def test_without_the_extra(monkeypatch, run):
     assert (code, err) == (2, 'einsight: typer is not installed: pip install "einsight[look]"\n')
 
 
-def test_bench_names_its_groups():
-    result = CliRunner().invoke(app, ["bench", "forwards"])
-    assert result.exit_code == 2
-    assert "no group 'forwards'; there are forward, readouts, dense" in result.output
+def test_bench_names_its_groups(run):
+    code, _, err = run("bench", "forwards")
+    assert code == 2
+    assert "no group 'forwards'; there are forward, readouts, dense" in err
