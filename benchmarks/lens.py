@@ -9,6 +9,7 @@ up to 2,048 tokens: it holds every weight). Each measurement is a process of its
 
 from __future__ import annotations
 
+import pathlib
 import resource
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ def measure(kind: str, tokens: int) -> None:
     from einsight.models import load
 
     model, tokenizer = load()
-    passage = open("examples/passage.txt").read()
+    passage = pathlib.Path("examples/passage.txt").read_text()
     ids = tokenizer(passage * (tokens // 100), return_tensors="pt")["input_ids"][:, :tokens]
     if kind == "eager":
         model.set_attn_implementation("eager")

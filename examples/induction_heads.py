@@ -1,6 +1,6 @@
 """Find the heads that copy: on random tokens said twice, they look at what came after the first time.
 
-    python examples/induction_heads.py
+python examples/induction_heads.py
 """
 
 import torch

@@ -313,9 +313,9 @@ def test_never_silently_empty():
             return torch.softmax(x @ x.mT, -1) @ x
 
     model = nn.Sequential(BloomAttention(), BloomAttention())
-    with pytest.warns(UserWarning, match=r"saw no call of attention. These modules look like it: 0 \(BloomAttention\)"):
-        with Lens(model) as lens:
-            model(torch.randn(1, 3, 4))
+    said = r"saw no call of attention\. These modules look like it: 0 \(BloomAttention\)"
+    with pytest.warns(UserWarning, match=said), Lens(model) as lens:
+        model(torch.randn(1, 3, 4))
     with pytest.raises(LookupError, match=r"Ways out: .* call lens\.record"):
         lens[0]
 

@@ -84,7 +84,7 @@ def test_every_column(causal, padding, sink, rule):
     ids = torch.randint(0, 10, (2, 41))
     real = torch.ones(2, 41, dtype=torch.bool)
     if padding != "none":
-        real[1, :5 if padding == "left" else None] = False
+        real[1, : 5 if padding == "left" else None] = False
         if padding == "right":
             real[1] = True
             real[1, -5:] = False
@@ -115,9 +115,7 @@ def test_every_column(causal, padding, sink, rule):
     for b in range(2):
         alone = table([one(call, b)], {"input_ids": ids[b], "attention_mask": real[b].long()}, Words())
         for head, row in enumerate(alone):
-            expected = by_definition(
-                dense[b, head][real[b]][:, real[b]], ids[b, real[b]], causal, int(real[b].sum())
-            )
+            expected = by_definition(dense[b, head][real[b]][:, real[b]], ids[b, real[b]], causal, int(real[b].sum()))
             for name, value in expected.items():
                 assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
@@ -132,7 +130,9 @@ def one(call, b):
     if other is not None:
         other = other.dense(41, 41)
         other = other[b : b + 1] if other.ndim == 4 else other
-    return replace(call, query=call.query[b : b + 1], key=call.key[b : b + 1], rule=replace(rule, keep=keep, other=other))
+    return replace(
+        call, query=call.query[b : b + 1], key=call.key[b : b + 1], rule=replace(rule, keep=keep, other=other)
+    )
 
 
 def test_windows_and_biases_go_the_direct_way():

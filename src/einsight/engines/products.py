@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-
 Seen = Bool[Tensor, "n i j"] | None  # None: all are
 
 

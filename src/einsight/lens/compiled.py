@@ -12,7 +12,6 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-
 # Methods of Tensor that are written in Python call super(), which the compiler can't follow from within a function
 # mode; by their names it knows them.
 METHODS = frozenset(name for name, method in vars(Tensor).items() if isinstance(method, FunctionType))

@@ -271,9 +271,9 @@ class Lens:
             "the lens saw no call of attention. "
             + (f"These modules look like it: {listed}. " if alike else "No module looks like attention. ")
             + "Either the model was not run in the lens, or it computes attention in a way that can't be seen: by "
-            "hand (as Bloom and Longformer do), in another thread, in TorchScript, or through torch.ops.aten. Ways out: "
-            'load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or einsight.attention '
-            "in its code; or call lens.record(query, key, value, mask, name=…) there"
+            "hand (as Bloom and Longformer do), in another thread, in TorchScript, or through torch.ops.aten. "
+            'Ways out: load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or '
+            "einsight.attention in its code; or call lens.record(query, key, value, mask, name=…) there"
         )
 
 

@@ -165,7 +165,9 @@ class Record:
         last, gone = self.pieces[-1], self.pieces[-1].keys - count
         if gone > 0:
             mask = last.rule.mask()
-            dense = torch.ones(1, 1, last.i, last.width, dtype=torch.bool) if mask is None else _four(_dense(mask, last))
+            dense = (
+                torch.ones(1, 1, last.i, last.width, dtype=torch.bool) if mask is None else _four(_dense(mask, last))
+            )
             bias = None if last.bias is None else last.bias[..., : last.i - gone, :-gone]
             rule, _ = recognise(dense[:, :, : last.i - gone, :-gone], last.i - gone, last.width - gone)
             self.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
@@ -220,7 +222,7 @@ def _four(tensor: Tensor) -> Tensor:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or torch.equal(a, b))
+    return a.shape == b.shape and ((a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b))
 
 
 def _reordered(new: Tensor, old: Tensor) -> Tensor | None:
