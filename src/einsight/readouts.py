@@ -16,6 +16,7 @@ import torch
 from einops import reduce
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.nn.functional import pad
 
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
@@ -219,7 +220,7 @@ class TopK(_Chosen):
         hidden = ~x.seen.expand(x.at.shape)
         # −1 sorts behind every weight, so hidden keys come last, also behind visible ones of weight 0.
         marked = x.weights.detach().masked_fill(hidden, -1)
-        if torch._C._functorch.maybe_current_level() is None:
+        if maybe_current_level() is None:
             index = _largest(marked, self.k)
         else:  # torch.func can't branch on a value
             index = marked.sort(dim=-1, descending=True, stable=True)[1][..., : self.k]
@@ -374,6 +375,7 @@ class Pool(Readout):
     weight on the block's keys: [b, h, ⌈i / block⌉, ⌈j / block⌉]."""
 
     adds = True
+    _queries = 0  # how many the problem has
 
     def __init__(self, block: int):
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
