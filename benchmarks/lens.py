@@ -4,11 +4,13 @@
 
 `table` keeps queries and keys and asks for entropy, received, max score and the whole head table of all heads;
 `received` reads what keys receive from the last 64 queries, on the way; `eager` is output_attentions=True (only for
-up to 2,048 tokens: it holds every weight). Each measurement is a process of its own, taken in turn.
+up to 2,048 tokens: it holds every weight). Each measurement is a process of its own, taken in turn. On a machine that
+others use, look at the CPU's time, with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
+import pathlib
 import resource
 import statistics
 import subprocess
@@ -24,7 +26,7 @@ def measure(kind: str, tokens: int) -> None:
     from einsight.models import load
 
     model, tokenizer = load()
-    passage = open("examples/passage.txt").read()
+    passage = pathlib.Path("examples/passage.txt").read_text()
     ids = tokenizer(passage * (tokens // 100), return_tensors="pt")["input_ids"][:, :tokens]
     if kind == "eager":
         model.set_attn_implementation("eager")
@@ -34,8 +36,7 @@ def measure(kind: str, tokens: int) -> None:
             with Lens(model) as lens:
                 model(ids[:, :256], use_cache=False)
             lens.heads(ids[:, :256], tokenizer)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), time.process_time()
         if kind == "plain":
             model(ids, use_cache=False)
         elif kind == "eager":
@@ -50,9 +51,9 @@ def measure(kind: str, tokens: int) -> None:
             for call in lens:
                 call.weights.read([es.Entropy(), es.Received(), es.MaxScore()])
             lens.heads(ids, tokenizer)
-        seconds = time.perf_counter() - start
+        seconds, spent = time.perf_counter() - start, time.process_time() - spent
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(seconds, peak / 1024, (peak - before) / 1024)
+    print(seconds, spent, peak / 1024)
 
 
 def main(tokens: int, rounds: int) -> None:
@@ -65,9 +66,13 @@ def main(tokens: int, rounds: int) -> None:
             found[kind].append([float(n) for n in ran.stdout.split()[-3:]])
     middle = {kind: [statistics.median(c) for c in zip(*rows, strict=True)] for kind, rows in found.items()}
     print(f"{tokens} tokens, median of {rounds}")
-    for kind, (seconds, peak, _) in middle.items():
-        time_ratio, peak_ratio = seconds / middle["plain"][0], peak / middle["plain"][1]
-        print(f"{kind:9} {seconds:7.2f} s ({time_ratio:5.2f} ×)  {peak:7.0f} MB ({peak_ratio:4.2f} ×)")
+    for kind, figures in middle.items():
+        seconds, spent, peak = figures
+        ratios = [a / b for a, b in zip(figures, middle["plain"], strict=True)]
+        print(
+            f"{kind:9} {seconds:7.2f} s ({ratios[0]:5.2f} ×)  of the CPU {spent:7.2f} s ({ratios[1]:5.2f} ×)  "
+            f"{peak:7.0f} MB ({ratios[2]:5.2f} ×)"
+        )
 
 
 if __name__ == "__main__":

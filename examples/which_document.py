@@ -3,6 +3,9 @@
 python examples/which_document.py
 """
 
+import functools
+import operator
+
 import torch
 
 import einsight as es
@@ -19,7 +22,7 @@ ANSWER = " The bridge spans 312 metres. The lighthouse was built by Ingrid Halvo
 model, tokenizer = load()
 pieces = [*DOCUMENTS.values(), ANSWER]
 ids = [tokenizer(" " + piece.strip())["input_ids"] for piece in pieces]
-tokens = torch.tensor([sum(ids, [])])
+tokens = torch.tensor([functools.reduce(operator.iadd, ids, [])])
 # Each key's document; -1 for the answer's own tokens and the very first token, where heads rest their gaze.
 source = torch.tensor([n if n < 3 else -1 for n, piece in enumerate(ids) for _ in piece])
 source[0] = -1

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-
-hf = pytest.importorskip("transformers")
-
+import transformers as hf
 from lens.architectures import build
 
 from einsight.lens import Lens
@@ -68,12 +66,9 @@ def test_left_padding(attention):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_beams_that_reorder(static):
-    model, inputs = build("llama", "sdpa")
+    model, _inputs = build("llama", "sdpa")
     ids = torch.randint(3, 53, (3, 6))
-    if static:
-        cache = hf.StaticCache(config=model.config, max_cache_len=16)
-    else:
-        cache = hf.DynamicCache()
+    cache = hf.StaticCache(config=model.config, max_cache_len=16) if static else hf.DynamicCache()
     with torch.no_grad(), Lens(model) as lens:
         model(input_ids=ids, past_key_values=cache)
         for step in ([2, 0, 0], [0, 1, 2], [1, 1, 2]):

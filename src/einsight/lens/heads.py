@@ -81,7 +81,7 @@ class Heads:
             ImportError: pandas is not installed.
         """
         try:
-            import pandas
+            import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install pandas; to_dict() needs nothing") from error
         return pandas.DataFrame(self.to_dict())
