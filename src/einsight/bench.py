@@ -40,6 +40,7 @@ SHAPES: tuple[Shape, ...] = (
     (8, 12, 128, 64),
     (1, 9, 777, 96),
 )
+GROUPS = ("forward", "readouts", "dense", "window", "decode", "dtypes", "biases", "tiny")
 READOUTS = (LogSumExp(), MaxScore(), Entropy(), Received())
 
 
@@ -75,7 +76,7 @@ def bench(
     """Run the benchmarks, print a table (or JSON lines) to `out`, and return its rows.
 
     Arguments:
-        groups: some of forward, readouts, dense, window, decode, dtypes, biases, tiny; all by default.
+        groups: some of `GROUPS`; all by default.
         seconds: how long each case is repeated.
         flex: compile and time flex_attention too (the first call of each shape takes a while).
         json: one JSON object per row in place of the table.
@@ -97,7 +98,7 @@ def bench(
             rows += found
     if not json:
         for group in ("forward", "readouts"):
-            ratios = [row.ratio for row in rows if row.group == group and row.way.startswith("einsight")]
+            ratios = [row.ratio for row in rows if row.group == group and row.way in ("einsight", "einsight native")]
             if ratios:
                 mean = math.exp(statistics.fmean(map(math.log, ratios)))
                 print(f"{group}: geometric mean of the ratios {mean:.2f}, smallest {min(ratios):.2f}", file=out)
@@ -144,7 +145,9 @@ def cases(flex: bool) -> Iterator[Case]:
     long = 32768
     q, k, v = _tensors((1, 8, long, 64))
     ways = {"einsight": partial(attention, q, k, v, window(255, 0))}
-    yield Case("window", f"256 of {_name((1, 8, long, 64))}", ways, 8 * 4 * 64 * (256 * long - 256 * 255 / 2), memory=True)
+    yield Case(
+        "window", f"256 of {_name((1, 8, long, 64))}", ways, 8 * 4 * 64 * (256 * long - 256 * 255 / 2), memory=True
+    )
 
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.randn(1, 32, 1, 128).to(dtype)
@@ -238,9 +241,7 @@ def _measure(case: Case, seconds: float, peak: float | None, matmul: float) -> l
         gflops = case.useful / median / 1e9 if case.useful else None
         of_peak = gflops / peak if gflops and peak else None
         of_matmul = gflops / matmul if gflops else None
-        rows.append(
-            Row(case.group, case.what, way, median, baseline / median, gflops, of_peak, of_matmul, memory[way])
-        )
+        rows.append(Row(case.group, case.what, way, median, baseline / median, gflops, of_peak, of_matmul, memory[way]))
     return rows + [Row(case.group, case.what, way, math.nan, math.nan, why_not=why) for way, why in failed.items()]
 
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
-from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers
-from einsight.masks import Mask, place_queries
+from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
+from einsight.masks import Mask, offset_needed, place_queries
 from einsight.readouts import Readout, changed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -55,6 +56,7 @@ class Problem:
     heads: Axis
     queries: Axis
     positions: Int[Tensor, "#b i"]
+    is_placed: bool  # whether it is known where the queries stand
     scale: float
     mask: Mask | None = None
     softcap: float | None = None
@@ -104,7 +106,7 @@ class Problem:
         # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
         if torch.compiler.is_compiling():
             return False
-        return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+        return maybe_current_level() is not None or forward_ad._current_level >= 0
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -141,6 +143,18 @@ class Problem:
     def placed_bounds(self) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
         """The bounds on the problem's device."""
         return self.bounds.lo.to(self.device), self.bounds.hi.to(self.device)
+
+    def modified(self, scores: Float[Tensor, "b h i j"], at: At) -> Float[Tensor, "b h i j"]:
+        """The scores as the user's function changes them."""
+        if self.score_mod is None:
+            return scores
+        made = self.score_mod(scores, at.b, at.h, at.p, at.j)
+        expected = f"score_mod(score, b, h, p, j) must return the scores, a float tensor {list(scores.shape)}"
+        if not isinstance(made, Tensor) or not made.dtype.is_floating_point:
+            raise TypeError(f"{expected}, but returned {made.dtype if isinstance(made, Tensor) else repr(made)}")
+        if made.ndim > 4 or any(n not in (1, m) for n, m in zip(to_four(made).shape, scores.shape, strict=True)):
+            raise ValueError(f"{expected}, but returned {made.dtype} {list(made.shape)}")
+        return made.to(scores.dtype).expand(scores.shape)
 
     def at(self, batch: slice, heads: slice, queries: slice, keys: range) -> At:
         """The coordinates of a block of this problem."""
@@ -227,7 +241,7 @@ def _compose(outer: Axis, inner: Axis) -> Axis:
 
 def _bound(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
     if isinstance(bound, Tensor):
-        bound = bound.clamp(0, j).squeeze(-1)
+        bound = bound.clamp(0, j).view(1, 1, 1) if bound.ndim == 0 else bound.clamp(0, j).squeeze(-1)
         return bound if bound.shape[-1] == i else bound.expand(*bound.shape[:-1], i)
     return torch.full((1, 1, i), min(max(bound, 0), j))
 
@@ -263,11 +277,12 @@ def pose(
         range(given.b),
         range(given.h),
         range(given.i),
-        place_queries(offset, given, _positional(mask, bias, score_mod, readouts)),
+        place_queries(offset, given, _positional(mask, bias, score_mod)),
+        offset is not None or given.i == given.j,
         _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
         mask,
         None if softcap is None else _softcap(softcap),
-        score_mod,
+        score_mod,  # type: ignore[arg-type]
         bias,
         None if sink is None else _sink(sink, query, given),
         _dropout(dropout),
@@ -275,6 +290,9 @@ def pose(
     if mask is not None:
         mask.check(given)
     if bias is not None:
+        for tensor in bias.tensors:
+            if tensor.device != query.device:
+                raise ValueError(f"bias is on {tensor.device} but query on {query.device}; write bias.to(query.device)")
         bias.check(given)
     return replace(problem, readouts=tuple(check_readout(r, problem) for r in readouts)) if readouts else problem
 
@@ -285,6 +303,8 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
         raise TypeError(f"a readout must be an instance: write {readout.__name__}(…) instead of {readout.__name__}")
     if not isinstance(readout, Readout):
         raise TypeError(f"a readout must be one of einsight's, such as Entropy(), not {readout!r}")
+    if readout.positional and not problem.is_placed:
+        raise ValueError(offset_needed(f"the readout {readout!r}", problem.given))
     sizes = problem.sizes
     split = sizes.g == sizes.h and problem.given.g != problem.given.h
     if split and getattr(readout, "per_group", False):
@@ -292,15 +312,13 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
     return readout.check(problem.given, sizes)
 
 
-def _positional(mask: Mask | None, bias: Bias | None, score_mod: object, readouts: tuple[Any, ...]) -> str | None:
+def _positional(mask: Mask | None, bias: Bias | None, score_mod: object) -> str | None:
     """What asks where the queries stand among the keys, if anything does."""
     if mask is not None and mask.positional:
         return "the mask"
     if bias is not None and bias.positional:
         return "the bias"
-    if score_mod is not None:
-        return "score_mod"
-    return next((f"the readout {r!r}" for r in readouts if getattr(r, "positional", False)), None)
+    return None if score_mod is None else "score_mod"
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

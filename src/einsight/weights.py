@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from einsight.biases import Bias
-from einsight.coordinates import Axis, as_axis
+from einsight.coordinates import Axis, as_axis, as_int
 from einsight.engines import choose
 from einsight.engines.products import weighted
 from einsight.functional import unpack
@@ -67,6 +67,7 @@ class AttentionWeights:
         dropout: float = 0.0,
         engine: str = "auto",
     ):
+        choose.check_name(engine)
         problem = pose(
             query,
             key,
@@ -113,12 +114,13 @@ class AttentionWeights:
         b, h, g, _, j, _, _ = p.sizes
         if value.shape[:3] not in ((b, g, j), (b, h, j)):
             raise ValueError(
-                f"W @ value: value has shape {list(value.shape)}, but W reads [b, g, j, e] = {[b, g, j]} + [e]"
+                f"W @ value: value has shape {list(value.shape)}, but W reads [b, g, j, e] = [{b}, {g}, {j}, e]"
+                + (f", or a value for each of the {h} query heads" if g != h else "")
             )
-        if value.dtype != p.query.dtype or value.device != p.device:
-            raise TypeError(
-                f"W @ value: value is {value.dtype} on {value.device}, but query {p.query.dtype} on {p.device}"
-            )
+        if value.dtype != p.query.dtype:
+            raise TypeError(f"W @ value: value is {value.dtype}, but query {p.query.dtype}: value.to(query.dtype)")
+        if value.device != p.device:
+            raise ValueError(f"W @ value: value is on {value.device}, but query on {p.device}: value.to(query.device)")
         if value.shape[1] != g:
             p = replace(p, key=p.key.repeat_interleave(h // g, 1))
         output, _ = choose.run(p.asking((), value), self._engine)
@@ -207,7 +209,7 @@ class AttentionWeights:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Indexing reads: `W[0, 3, -1]` is one dense row, `W[:, 3]` a head's matrices. No more is computed."""
-        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(as_int(n) for n in (index if isinstance(index, tuple) else (index,)))
         if Ellipsis in [n for n in index if n is Ellipsis]:
             at = [n is Ellipsis for n in index].index(True)
             index = (*index[:at], *[slice(None)] * (5 - len(index)), *index[at + 1 :])
@@ -244,7 +246,11 @@ class TransposedWeights:
         if not isinstance(x, Tensor) or x.ndim != 4:
             raise TypeError(f"W.mT @ x takes an x [b, h, i, e], not {_described(x)}")
         if x.shape[:3] != (b, h, i):
-            raise ValueError(f"W.mT @ x: x has shape {list(x.shape)}, but W.mT reads [b, h, i, e] = {[b, h, i]} + [e]")
+            raise ValueError(f"W.mT @ x: x has shape {list(x.shape)}, but W.mT reads [b, h, i, e] = [{b}, {h}, {i}, e]")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"W.mT @ x: x must be a float tensor, not {x.dtype}; write x.float()")
+        if x.device != self.mT.device:
+            raise ValueError(f"W.mT @ x: x is on {x.device}, but query on {self.mT.device}: x.to(query.device)")
         return self.mT.read(_Spread(x))
 
     def __repr__(self) -> str:
