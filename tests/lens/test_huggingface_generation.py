@@ -46,7 +46,12 @@ def test_vision_and_language():
 
 @pytest.mark.parametrize(
     "how",
-    [{"num_beams": 3}, {"prefill_chunk_size": 4}, {"use_cache": False}, {"num_beams": 2, "cache_implementation": "static"}],
+    [
+        {"num_beams": 3},
+        {"prefill_chunk_size": 4},
+        {"use_cache": False},
+        {"num_beams": 2, "cache_implementation": "static"},
+    ],
     ids=["beams", "chunked prefill", "no cache", "beams, static cache"],
 )
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
@@ -84,9 +89,7 @@ def test_prefill_by_hand(name, kind):
         for length in (4, 5, 2):
             part = slice(start, start + length)
             start += length
-            output = model(
-                ids[:, part], attention_mask=real[:, :start], position_ids=positions[:, part], cache=cache
-            )
+            output = model(ids[:, part], attention_mask=real[:, :start], position_ids=positions[:, part], cache=cache)
             parts.append(output.logits)
     with torch.no_grad(), Exactly():
         exact = build(name, "eager").double()(ids, attention_mask=real, position_ids=positions).logits

@@ -97,7 +97,8 @@ def test_a_token_that_sees_its_whole_cache_needs_no_mask(function):
 def test_models_may_do_with_it_what_they_do_with_tensors():
     ours, theirs = both(causal, 11, 11, 0, 0, LEFT)
     assert ours.ndim == 4 and ours.dtype == torch.bool and ours.size(-1) == len(ours[0, 0, 0]) == 11
-    assert ours.untyped_storage().nbytes() == 1
+    with torch._C.DisableTorchFunctionSubclass():
+        assert ours.untyped_storage().nbytes() == 1
     for same in (ours.to("cpu"), ours.detach(), ours.to(torch.bool)):
         assert isinstance(same, HandedMask) and same.rule is ours.rule
     assert torch.equal(ours[:, :, 2:5], theirs[:, :, 2:5])

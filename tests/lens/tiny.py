@@ -51,19 +51,49 @@ WINDOWED = {**GROUPED, "head_dim": 8, "sliding_window": 4, "layer_types": ["slid
 
 TINY = {
     name: ARCHITECTURES[name]
-    for name in (
-        "llama mistral qwen3 gemma2 gpt_oss gpt2 gpt_neox opt phi granite olmo2 starcoder2 bert modernbert t5 bart vit "
-        "whisper"
-    ).split()
+    for name in [
+        "llama",
+        "mistral",
+        "qwen3",
+        "gemma2",
+        "gpt_oss",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "phi",
+        "granite",
+        "olmo2",
+        "starcoder2",
+        "bert",
+        "modernbert",
+        "t5",
+        "bart",
+        "vit",
+        "whisper",
+    ]
 } | {
     "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, WINDOWED, "text"),
     "cohere2": (hf.Cohere2ForCausalLM, hf.Cohere2Config, {**WINDOWED, "eos_token_id": 2, "bos_token_id": 1}, "text"),
     "deepseek_v3": (hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config, DEEPSEEK, "text"),
     "qwen2_vl": (hf.Qwen2VLForConditionalGeneration, hf.Qwen2VLConfig, QWEN2_VL, "image and text"),
 }
-DECODERS = (
-    "llama mistral qwen3 gemma2 gemma3 gpt_oss gpt2 gpt_neox opt phi granite cohere2 olmo2 starcoder2 deepseek_v3"
-).split()
+DECODERS = [
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "phi",
+    "granite",
+    "cohere2",
+    "olmo2",
+    "starcoder2",
+    "deepseek_v3",
+]
 
 
 def build(name: str, attention: str, **changes: Any) -> hf.PreTrainedModel:

@@ -60,15 +60,14 @@ def _mask(
     """The mask as a rule, where query 0 stands, and what is to be added to the scores."""
     i, j = query.shape[2], key.shape[2]
     if isinstance(mask, HandedMask):
-        if mask.shape[2] in (1, i) and mask.shape[3] == j and mask.shape[0] in (1, key.shape[0]):
-            if mask.shape[2] == i:
-                return mask.rule, mask.offset, None
-        mask = written_out(mask)
+        if mask.shape[2:] == (i, j):
+            return mask.rule, mask.offset, None
+        mask = written_out(mask)  # one row for all queries, or a shape that `attention` will refuse
     if mask is None:
         # A causal model always hands a mask, so this one made none: as with "sdpa", query 0 stands at key 0.
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         return (es.causal() if causal and i > 1 else None), 0, None
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+    if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.dtype.is_floating_point):
         what = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(
             f"attention_mask must be [b, j] (1 for real tokens), or [b, 1, i, j]: bool, True where a query may see a "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import einsight as es
 
@@ -33,7 +34,7 @@ class HandedMask(Tensor):
             given = args[0]
             if moved.dtype == torch.bool and moved.shape == given.shape:
                 return _wrap(moved, given.rule, given.offset)
-        args, kwargs = torch.utils._pytree.tree_map_only(HandedMask, written_out, (args, kwargs))
+        args, kwargs = tree_map_only(HandedMask, written_out, (args, dict(kwargs)))
         return function(*args, **kwargs)
 
 
@@ -42,9 +43,10 @@ _LOOKS = {
         getattr(Tensor, name).__get__
         for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout", "is_leaf")
     ),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size")),
-    Tensor.__len__,
-    Tensor.get_device,
+    *(
+        getattr(Tensor, name)
+        for name in ("size", "stride", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__")
+    ),
 }
 _HANDS_ON = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.detach, Tensor.bool}
 
@@ -60,7 +62,14 @@ def _wrap(shape: Tensor, rule: es.Mask | None, offset: int) -> HandedMask:
     return mask
 
 
-def written_out(mask: HandedMask) -> Bool[Tensor, "b #h i j"]:
+def written_out(
+    mask: HandedMask,
+) -> Bool[
+    Tensor,
+    (
+        b  # h i j
+    ),
+]:
     """The mask as a plain tensor."""
     b, _, i, j = mask.shape
     if mask.rule is None:

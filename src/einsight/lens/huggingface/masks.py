@@ -41,7 +41,7 @@ def make_mask(
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask
     frame = Frame(batch_size, q_length, kv_length, int(q_offset), kv_offset, use_vmap)
-    parts = [lower(mask_function, frame)] if mask_function is not None else [Everything()]
+    parts: list[Part] = [] if mask_function is None else [lower(mask_function, frame)]
     if attention_mask is not None:
         parts.append(Padding(_padding(attention_mask, frame)))
     return hand(_both(parts, frame), frame.offset, batch_size, q_length, kv_length, device)
@@ -147,9 +147,7 @@ def _known() -> dict[Any, Callable[..., Part | None]]:
         "and_masks": lambda f: f(hf.causal_mask_function),
         "or_masks": lambda f: f(hf.causal_mask_function),
     }
-    return {
-        make(getattr(hf, name)).__code__: globals()[f"_{name}"] for name, make in made.items() if hasattr(hf, name)
-    }
+    return {make(getattr(hf, name)).__code__: globals()[f"_{name}"] for name, make in made.items() if hasattr(hf, name)}
 
 
 # Each takes the frame and what the function of this name captured; None if it isn't what it was when this was written.
@@ -183,8 +181,10 @@ def _blockwise_overlay(frame: Frame, block_sequence_ids: Int[Tensor, "b n"]) -> 
     queries, keys = frame.of_queries(block_sequence_ids), frame.of_keys(block_sequence_ids)
     if queries.shape[1] != frame.i or keys.shape[1] != frame.j:
         return None
-    # Negative is no block: queries of it get a number that no key has.
-    return es.same(queries.masked_fill(queries < 0, -2), keys.masked_fill(keys < 0, -1))
+    # Negative is no block. Such queries get a number that no key has, and such keys one each: in pieces of one key
+    # every block of keys is an interval.
+    apart = -2 - torch.arange(frame.j, device=keys.device)
+    return es.same(queries.masked_fill(queries < 0, -1), torch.where(keys < 0, apart, keys))
 
 
 def _padding_mask_function(frame: Frame, padding_mask: Tensor) -> Part:
@@ -226,7 +226,8 @@ def _and_masks(frame: Frame, mask_functions: tuple[Callable[..., Tensor], ...]) 
 
 def _or_masks(frame: Frame, mask_functions: tuple[Callable[..., Tensor], ...]) -> Part:
     rules = [_both([lower(function, frame)], frame) for function in mask_functions]
-    return Everything() if None in rules else functools.reduce(operator.or_, rules)
+    hiding = [rule for rule in rules if rule is not None]
+    return functools.reduce(operator.or_, hiding) if len(hiding) == len(rules) else Everything()
 
 
 def _padding(mask: Tensor, frame: Frame) -> Bool[Tensor, "b j"]:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from einsight.lens.huggingface.attention import attention
 from einsight.lens.huggingface.masks import make_mask
 
@@ -42,12 +44,13 @@ def register() -> None:
         from transformers.modeling_utils import AttentionInterface, PreTrainedModel
     except ImportError as error:
         raise ImportError('register needs transformers 5.0 or newer: pip install "einsight[look]"') from error
-    AttentionInterface.register(NAME, attention)
+    # torch.compile can't trace rules: it calls both as they are, between the graphs of the rest.
+    AttentionInterface.register(NAME, torch.compiler.disable(attention))
     # Without a mask function of the same name, models would be given no mask at all, and padding would be seen.
-    AttentionMaskInterface.register(NAME, make_mask)
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(make_mask))
     for method in ("get_correct_attn_implementation", "set_attn_implementation"):
         original = getattr(PreTrainedModel, method)
-        if not hasattr(original, "_einsight_original"):
+        if not getattr(original, "refuses_for_einsight", False):
             setattr(PreTrainedModel, method, _refusing(original))
 
 
@@ -63,5 +66,5 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         return original(self, wanted, *args, **kwargs)
 
-    checked._einsight_original = original
+    vars(checked)["refuses_for_einsight"] = True
     return checked
