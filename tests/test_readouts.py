@@ -117,13 +117,13 @@ def test_diagonals_and_distance_where_the_queries_stand(engine: str) -> None:
     q, k, _ = operands()
     offset = torch.tensor([2, -3])
     W = es.AttentionWeights(q, k, offset=offset, engine=engine)
-    dense, p = W.dense(), offset[:, None] + torch.arange(5)
-    for shift in (-9, -1, 0, 2, 9):
+    p, shifts = offset[:, None] + torch.arange(5), (-9, -1, 0, 2, 9)
+    dense, distance, *diagonals = W.read([es.Weights(), es.Distance(), *map(es.Diagonal, shifts)])
+    for shift, diagonal in zip(shifts, diagonals, strict=True):
         key = (p + shift)[:, None, :, None]
-        right = (dense * (torch.arange(7) == key)).sum(-1)
-        assert torch.equal(W.diagonal(shift), right)
+        assert torch.equal(diagonal, (dense * (torch.arange(7) == key)).sum(-1))
     away = (p[:, None, :, None] - torch.arange(7)).abs()
-    torch.testing.assert_close(W.distance(), (dense * away).sum(-1))
+    torch.testing.assert_close(distance, (dense * away).sum(-1))
 
 
 def test_a_pool_is_a_picture(engine: str) -> None:

@@ -159,7 +159,9 @@ class Entropy(Readout):
         # −ln w = log_sum − (score − shift), both terms ≥ 0 but for the sink: nothing cancels. A key so far
         # below that it weighs nothing is held at a finite depth, or its −∞ would meet the weight 0.
         depth = (x.scores - x.shift.unsqueeze(-1)).clamp_min_(-1e4)
-        return x.weights.sum(-1) * x.log_sum - (depth * x.weights).sum(-1)
+        # In place where no derivative needs the factors: a block takes megabytes.
+        lost = depth * x.weights if depth.requires_grad or x.weights.requires_grad else depth.mul_(x.weights)
+        return x.weights.sum(-1) * x.log_sum - lost.sum(-1)
 
 
 class Received(_Chosen):
