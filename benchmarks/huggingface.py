@@ -1,5 +1,5 @@
-"""SmolLM2 with `attn_implementation="einsight"` beside "sdpa": ratios of medians, taken alternately in one run. Seconds of
-CPU say more than seconds where other work is going on (set OMP_NUM_THREADS=1: waiting threads count as well).
+"""SmolLM2 with `attn_implementation="einsight"` beside "sdpa": ratios of medians, taken alternately in one run.
+Seconds of CPU say more than seconds where other work is going on (with OMP_NUM_THREADS=1: waiting threads count too).
 
     python benchmarks/huggingface.py time [tokens] [rounds]
     python benchmarks/huggingface.py memory [tokens]

@@ -89,6 +89,10 @@ def test_unknown_functions(shape):
     assert torch.equal(ours & True, theirs)
 
 
+def test_causal_is_the_default():
+    assert torch.equal(make_mask(2, 3, 5, 2) & True, hf.sdpa_mask(2, 3, 5, 2, allow_is_causal_skip=False))
+
+
 @pytest.mark.parametrize("function", [causal, window, everywhere], ids=["causal", "window", "everywhere"])
 def test_a_token_that_sees_its_whole_cache_needs_no_mask(function):
     assert both(function, 1, 3, 2, 0)[0].rule is None

@@ -23,7 +23,7 @@ class HandedMask(Tensor):
     offset: int
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -34,7 +34,7 @@ class HandedMask(Tensor):
             given = args[0]
             if moved.dtype == torch.bool and moved.shape == given.shape:
                 return _wrap(moved, given.rule, given.offset)
-        args, kwargs = tree_map_only(HandedMask, written_out, (args, dict(kwargs)))
+        args, kwargs = tree_map_only(HandedMask, written_out, (args, kwargs))
         return function(*args, **kwargs)
 
 

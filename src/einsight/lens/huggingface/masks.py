@@ -41,7 +41,8 @@ def make_mask(
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask
     frame = Frame(batch_size, q_length, kv_length, int(q_offset), kv_offset, use_vmap)
-    parts: list[Part] = [] if mask_function is None else [lower(mask_function, frame)]
+    # transformers' default is causal.
+    parts: list[Part] = [Window(None, 0) if mask_function is None else lower(mask_function, frame)]
     if attention_mask is not None:
         parts.append(Padding(_padding(attention_mask, frame)))
     return hand(_both(parts, frame), frame.offset, batch_size, q_length, kv_length, device)
