@@ -53,6 +53,11 @@ def both(function, i, j, q_offset, kv_offset, padding=None, **how):
     return make_mask(**how), hf.sdpa_mask(**how, allow_is_causal_skip=False)
 
 
+def seen(mask):
+    """The mask written out, as True where a query may see a key."""
+    return mask + 0 == 0
+
+
 def looks(mask):
     """Zeros to ask the plan with."""
     b, _, i, j = mask.shape
@@ -65,7 +70,7 @@ def looks(mask):
 def test_known_functions(name, shape, padding):
     ours, theirs = both(FUNCTIONS[name], *SHAPES[shape], padding)
     assert isinstance(ours, HandedMask) and ours.shape == theirs.shape
-    assert torch.equal(ours & True, theirs)  # written out
+    assert torch.equal(seen(ours), theirs)  # written out
     # Every rule is one interval of keys per query: what the fast engines need.
     plan = es.plan(*looks(ours), ours.rule, offset=ours.offset, engine="auto")
     assert "not one interval" not in str(plan), ours.rule
@@ -78,7 +83,7 @@ def test_unknown_functions(shape):
         return ((q - kv) % 2 == 0) & (kv <= q)
 
     ours, theirs = both(odd, *SHAPES[shape], LEFT)
-    assert torch.equal(ours & True, theirs)
+    assert torch.equal(seen(ours), theirs)
 
     keep = torch.rand(11, 11, generator=torch.Generator().manual_seed(0)) < 0.7
 
@@ -86,11 +91,11 @@ def test_unknown_functions(shape):
         return keep[q, kv] if q.ndim == 0 else pytest.fail("asked for more than one pair")
 
     ours, theirs = both(hf.and_masks(causal, by_scalars), *SHAPES[shape], use_vmap=True)
-    assert torch.equal(ours & True, theirs)
+    assert torch.equal(seen(ours), theirs)
 
 
 def test_causal_is_the_default():
-    assert torch.equal(make_mask(2, 3, 5, 2) & True, hf.sdpa_mask(2, 3, 5, 2, allow_is_causal_skip=False))
+    assert torch.equal(seen(make_mask(2, 3, 5, 2)), hf.sdpa_mask(2, 3, 5, 2, allow_is_causal_skip=False))
 
 
 @pytest.mark.parametrize("function", [causal, window, everywhere], ids=["causal", "window", "everywhere"])
@@ -99,15 +104,18 @@ def test_a_token_that_sees_its_whole_cache_needs_no_mask(function):
 
 
 def test_models_may_do_with_it_what_they_do_with_tensors():
-    ours, theirs = both(causal, 11, 11, 0, 0, LEFT)
-    assert ours.ndim == 4 and ours.dtype == torch.bool and ours.size(-1) == len(ours[0, 0, 0]) == 11
-    with torch._C.DisableTorchFunctionSubclass():
-        assert ours.untyped_storage().nbytes() == 1
-    for same in (ours.to("cpu"), ours.detach(), ours.to(torch.bool)):
-        assert isinstance(same, HandedMask) and same.rule is ours.rule
+    """Looking and moving keep the rule; the rest is done on what eager's mask would be."""
+    place = dict(batch_size=2, q_length=11, kv_length=11, mask_function=window, attention_mask=LEFT.bool())
+    ours, theirs = make_mask(**place, dtype=torch.bfloat16), hf.eager_mask(**place, dtype=torch.bfloat16)
+    assert ours.ndim == 4 and ours.dtype == torch.bfloat16 and ours.size(-1) == len(ours[0, 0, 0]) == 11
+    for same in (ours, ours.to("cpu"), ours.detach(), ours.to(torch.float32)):
+        assert isinstance(same, HandedMask) and same.rule is ours.rule and same.shape == theirs.shape
+        with torch._C.DisableTorchFunctionSubclass():
+            assert same.untyped_storage().nbytes() <= 4
     assert torch.equal(ours[:, :, 2:5], theirs[:, :, 2:5])
-    assert torch.equal(ours.to(torch.float32), theirs.to(torch.float32))
-    assert torch.equal(torch.where(ours, 0.0, -1.0), torch.where(theirs, 0.0, -1.0))
+    assert torch.equal(ours + 1, theirs + 1)
+    assert torch.equal(torch.cat([ours, torch.ones(2, 1, 11, 2)], -1), torch.cat([theirs, torch.ones(2, 1, 11, 2)], -1))
+    assert torch.equal(ours.masked_fill(theirs == 0, 3), theirs.masked_fill(theirs == 0, 3))
     assert make_mask(2, 11, 11, mask_function=causal, attention_mask=ours) is ours
 
 

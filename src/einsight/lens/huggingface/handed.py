@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -13,10 +13,10 @@ import einsight as es
 
 
 class HandedMask(Tensor):
-    """A boolean mask [b, 1, i, j], True where a query may see a key, that holds its rule and no [i, j] memory.
+    """An additive mask [b, 1, i, j] that holds its rule and no [i, j] memory.
 
     Models look at masks, move them and hand them on; that keeps the rule. What else they may do with one (slice it,
-    add to it) is done on the mask written out, so that it is never wrong.
+    add to it) is done on the mask written out as "eager" has it, which every model knows, so that it is never wrong.
     """
 
     rule: es.Mask | None
@@ -29,11 +29,12 @@ class HandedMask(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if function in _HANDS_ON:
-            with torch._C.DisableTorchFunctionSubclass():
-                moved = function(*args, **kwargs)
             given = args[0]
-            if moved.dtype == torch.bool and moved.shape == given.shape:
-                return _wrap(moved, given.rule, given.offset)
+            with torch._C.DisableTorchFunctionSubclass():
+                # One number is moved, not [i, j] copies of it.
+                moved = function(given.as_strided((), ()), *args[1:], **kwargs)
+                if moved.dtype.is_floating_point:
+                    return hand(moved.expand(given.shape), given.rule, given.offset)
         args, kwargs = tree_map_only(HandedMask, written_out, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -48,31 +49,25 @@ _LOOKS = {
         for name in ("size", "stride", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__")
     ),
 }
-_HANDS_ON = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.detach, Tensor.bool}
+_HANDS_ON = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.detach}
 
 
-def hand(rule: es.Mask | None, offset: int, b: int, i: int, j: int, device: torch.device | str) -> HandedMask:
-    """The rule (None: everything may be seen) as a mask that models take for a tensor; query 0 stands at `offset`."""
-    return _wrap(torch.ones((), dtype=torch.bool, device=device).expand(b, 1, i, j), rule, offset)
+def hand(like: Tensor, rule: es.Mask | None, offset: int) -> HandedMask:
+    """The rule (None: everything may be seen) as a mask that models take for a tensor; query 0 stands at `offset`.
 
-
-def _wrap(shape: Tensor, rule: es.Mask | None, offset: int) -> HandedMask:
-    mask = shape.as_subclass(HandedMask)
+    `like` is a number expanded to [b, 1, i, j], of the dtype and on the device wanted.
+    """
+    mask = like.as_subclass(HandedMask)
     mask.rule, mask.offset = rule, offset
     return mask
 
 
-def written_out(
-    mask: HandedMask,
-) -> Bool[
-    Tensor,
-    (
-        b  # h i j
-    ),
-]:
-    """The mask as a plain tensor."""
+def written_out(mask: HandedMask) -> Float[Tensor, "#b #h i j"]:
+    """The mask as a plain tensor: 0 where a query may see a key, else the lowest number."""
     b, _, i, j = mask.shape
+    with torch._C.DisableTorchFunctionSubclass():
+        added = mask.new_zeros(b, 1, i, j).as_subclass(Tensor)
     if mask.rule is None:
-        return torch.ones(b, 1, i, j, dtype=torch.bool, device=mask.device)
-    dense = mask.rule.dense(i, j, offset=mask.offset).to(mask.device)
-    return dense.expand(b, -1 if dense.ndim == 4 else 1, i, j)
+        return added
+    seen = mask.rule.dense(i, j, offset=mask.offset).to(mask.device)
+    return added.masked_fill(~seen, torch.finfo(mask.dtype).min)

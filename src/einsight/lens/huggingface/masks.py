@@ -30,11 +30,12 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
     attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> HandedMask | Tensor:
-    """What transformers calls instead of its `sdpa_mask`: the same mask, as a rule.
+    """What transformers calls instead of its `eager_mask`: the same mask, as a rule.
 
     It never answers None: a model that gets no mask would have to guess from lengths where its queries stand.
     """
@@ -45,7 +46,8 @@ def make_mask(
     parts: list[Part] = [Window(None, 0) if mask_function is None else lower(mask_function, frame)]
     if attention_mask is not None:
         parts.append(Padding(_padding(attention_mask, frame)))
-    return hand(_both(parts, frame), frame.offset, batch_size, q_length, kv_length, device)
+    like = torch.zeros((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
+    return hand(like, _both(parts, frame), frame.offset)
 
 
 @dataclass(frozen=True)
