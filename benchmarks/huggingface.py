@@ -12,11 +12,12 @@ less what it held with the model loaded.
 from __future__ import annotations
 
 import copy
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,13 +76,17 @@ def timed(tokens: int, rounds: int) -> None:
             each.set_attn_implementation(name)
             prefill(each, ids[:, :64])  # the first call of all is slower
     for _ in range(rounds):
+        caches = {}
         for name in NAMES:
             model.set_attn_implementation(name)
             windowed.set_attn_implementation(name)
-            cache = timed_call("forward", name, lambda: prefill(model, ids))
-            timed_call("64 tokens", name, lambda cache=cache: continued(model, ids, cache))
-            del cache
+            caches[name] = timed_call("forward", name, lambda: prefill(model, ids))
             timed_call("window 512", name, lambda: prefill(windowed, ids))
+        for _ in range(3):
+            for name in NAMES:
+                model.set_attn_implementation(name)
+                timed_call("64 tokens", name, lambda name=name: continued(model, ids, caches[name]))
+                caches[name].crop(tokens)
     print(f"{tokens} tokens, float32, {torch.get_num_threads()} threads, medians of {rounds}")
     for n, kind in enumerate(("seconds", "seconds of CPU")):
         for work in WORK:
@@ -94,22 +99,28 @@ def alone(work: str, name: str, tokens: int) -> None:
     ids = prompt(tokens)
     model.set_attn_implementation(name)
     windowed.set_attn_implementation(name)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+    before = peak()
     cache = prefill(windowed if work == "window 512" else model, ids)
     if work == "64 tokens":
         continued(model, ids, cache)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    print(peak() - before)
+
+
+def peak() -> int:
+    """The most memory this process has held, in KB (Linux)."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def memory(tokens: int) -> None:
     print(f"{tokens} tokens, peak beyond the loaded model")
     for work in WORK:
-        peak = {}
+        peaks = {}
         for name in NAMES:
             command = [sys.executable, __file__, "alone", work, name, str(tokens)]
             ran = subprocess.run(command, capture_output=True, text=True, check=True)
-            peak[name] = int(ran.stdout.split()[-1]) / 1024
-        print(f"  {work:12} sdpa {peak['sdpa']:7.0f} MB   einsight {peak['einsight']:7.0f} MB")
+            peaks[name] = int(ran.stdout.split()[-1]) / 1024
+        print(f"  {work:12} sdpa {peaks['sdpa']:7.0f} MB   einsight {peaks['einsight']:7.0f} MB", flush=True)
 
 
 if __name__ == "__main__":
