@@ -85,7 +85,7 @@ def timed(tokens: int, rounds: int) -> None:
         for _ in range(3):
             for name in NAMES:
                 model.set_attn_implementation(name)
-                timed_call("64 tokens", name, lambda name=name: continued(model, ids, caches[name]))
+                timed_call("64 tokens", name, lambda cache=caches[name]: continued(model, ids, cache))
                 caches[name].crop(tokens)
     print(f"{tokens} tokens, float32, {torch.get_num_threads()} threads, medians of {rounds}")
     for n, kind in enumerate(("seconds", "seconds of CPU")):

@@ -30,6 +30,7 @@ def register() -> None:
     A model whose code computes its attention itself, without looking up an implementation, raises ValueError where
     it is made or set to "einsight": it would go on as before, or break.
 
+    >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from einsight.lens import huggingface
     >>> huggingface.register()
