@@ -1,6 +1,8 @@
 """Attention as pure linear algebra: the output at the speed of a fused kernel, and whatever you want to know
 about the weights, without ever holding the [queries × keys] matrix."""
 
+from importlib.metadata import version
+
 from einsight.biases import Bias, alibi, relative
 from einsight.explanation import explain
 from einsight.functional import attention, merge, scaled_dot_product_attention
@@ -36,6 +38,8 @@ from einsight.readouts import (
     Weights,
 )
 from einsight.weights import AttentionWeights
+
+__version__ = version("einsight")
 
 __all__ = [
     "AttentionWeights",
