@@ -534,7 +534,8 @@ REFUSALS: dict[str, Refusal] = {
         lambda: W.mass(torch.zeros(3, 7).long()), ValueError, "Mass' groups speak of 3 batch items, but there are 2"
     ),
     "share of a tensor": (
-        lambda: es.Share(boolean), TypeError, "Share takes a mask, such as es.window(32, 0), not a tensor: write es.allow(tensor)"
+        lambda: es.Share(boolean), TypeError,
+        "Share takes a mask, such as es.window(32, 0), not a tensor: write es.allow(tensor)"
     ),
     "share that doesn't broadcast": (
         lambda: W.share(es.allow(boolean[:, :2])), ValueError, "allow(tensor) has shape [5, 2], which does not"
