@@ -37,6 +37,9 @@ from einsight.readouts import (
 )
 from einsight.weights import AttentionWeights
 
+# isort: split
+from einsight import nn  # stands on all of the above
+
 __all__ = [
     "AttentionWeights",
     "Bias",
@@ -64,6 +67,7 @@ __all__ = [
     "forbid",
     "lengths",
     "merge",
+    "nn",
     "padding",
     "pairs",
     "plan",
