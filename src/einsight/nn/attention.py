@@ -67,8 +67,8 @@ class MultiHeadAttention(nn.Module):
         if head_dim is None:
             if embed_dim < 1 or embed_dim % num_heads:
                 raise ValueError(
-                    f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: choose another, or say how large "
-                    f"a head is, such as head_dim={max(embed_dim // num_heads, 1)}"
+                    f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: choose another, or say how "
+                    f"large a head is, such as head_dim={max(embed_dim // num_heads, 1)}"
                 )
             head_dim = embed_dim // num_heads
         if rotary is not None and rotary.dim > head_dim:
@@ -197,12 +197,13 @@ class MultiHeadAttention(nn.Module):
             raise ValueError("from_torch: add_bias_kv=True adds a learned key and value, which this layer doesn't have")
         if layer.add_zero_attn:
             raise ValueError(
-                "from_torch: add_zero_attn=True adds a key and a value of zeros; a sink of 0 does the same to the output: "
-                "MultiHeadAttention(…, sink=True)"
+                "from_torch: add_zero_attn=True adds a key and a value of zeros; a sink of 0 does the same to the "
+                "output: MultiHeadAttention(…, sink=True)"
             )
         if layer.kdim != layer.vdim:
             raise ValueError(
-                f"from_torch: keys and values come from one context here, but kdim is {layer.kdim} and vdim {layer.vdim}"
+                f"from_torch: keys and values come from one context here, but kdim is {layer.kdim} and vdim "
+                f"{layer.vdim}"
             )
         made = cls(layer.embed_dim, layer.num_heads, proj_bias=layer.in_proj_bias is not None, dropout=layer.dropout)
         weights = (

@@ -104,9 +104,7 @@ class KVCache:
         if len(wanted) != len(self._lengths):
             raise ValueError(f"trim takes one length for each of the {len(self._lengths)} items, not {len(wanted)}")
         if any(not 0 <= n <= held for n, held in zip(wanted, self._lengths, strict=True)):
-            raise ValueError(
-                f"trim can only shorten: the items hold {self._lengths} tokens, and {wanted} were asked for"
-            )
+            raise ValueError(f"trim can only shorten: the items hold {self._lengths} tokens, not {wanted}")
         self._lengths = wanted
 
     def _check(self, key: Tensor, value: Tensor) -> None:
