@@ -1,6 +1,6 @@
 """The torch engines against the five lines and PyTorch's kernel: ratios of medians, taken alternately in one run.
 
-    python benchmarks/engine.py [ENGINE]
+python benchmarks/engine.py [ENGINE]
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """`einsight look` beside the plain forward pass: time and peak memory, each in a process of its own.
 
-    python benchmarks/look.py [tokens]
+python benchmarks/look.py [tokens]
 """
 
 import resource
 import subprocess
 import sys
 import time
-
 
 
 def text(tokens: int) -> str:

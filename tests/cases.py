@@ -123,6 +123,13 @@ def _mask(drawn: Drawn, depth: int) -> tuple[es.Mask, Predicate]:
     return left | right, lambda *at: says_left(*at) or says_right(*at)
 
 
+def a_mask(draw: Any, case: Case, depth: int = 2) -> tuple[es.Mask, Predicate]:
+    """Another mask for a problem, and what it says of single pairs."""
+    b, h, _, i, j = case.sizes
+    drawn = Drawn(draw, (b, h, i, j), case.offset, draw(st.integers(0, 2**31)), case.query.dtype)
+    return _mask(drawn, depth)
+
+
 def _laid_out(drawn: Drawn, *shape: int, dtype: torch.dtype) -> Tensor:
     """Random numbers in one of several layouts in memory."""
 

@@ -1,5 +1,5 @@
 """The engines that the suite runs over. `stream` runs twice: with its own blocks, and with tiny ones that split
-every problem."""
+every problem; `auto` takes the native engine wherever it can, and once does without."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from einsight.engines import stream
+from einsight.engines import native, stream
 
-ENGINES = ["reference", "stream", "stream in tiny blocks", "auto"]
+ENGINES = ["reference", "stream", "stream in tiny blocks", "auto", "auto without native"]
 
 
 @contextmanager
@@ -21,4 +21,7 @@ def using(engine: str) -> Iterator[str]:
             patch.setattr(stream, "ROWS", 3)
             patch.setattr(stream, "SCORES", {"cpu": 24})
             engine = "stream"
+        if engine == "auto without native":
+            patch.setattr(native, "kernel", None)
+            engine = "auto"
         yield engine

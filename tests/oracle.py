@@ -32,6 +32,7 @@ class Case:
     sink: Tensor | None = None
     offset: int | list[int] = 0
     learned: dict[str, Tensor] = field(default_factory=dict)  # bias tensors, slopes, tables and sinks
+    _allowed: Tensor | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
         shapes = [list(t.shape) for t in (self.query, self.key, self.value)]
@@ -45,6 +46,11 @@ class Case:
         b, h, i, _ = self.query.shape
         return b, h, self.key.shape[1], i, self.key.shape[2]
 
+    @property
+    def accuracy(self) -> torch.dtype:
+        """What readouts come in."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
     def positions(self) -> Tensor:
         """[b, i]"""
         b, _, _, i, _ = self.sizes
@@ -52,6 +58,11 @@ class Case:
         return torch.tensor(offset, dtype=torch.int64)[:, None] + torch.arange(i)
 
     def allowed(self) -> Tensor:
+        if self._allowed is None:
+            self._allowed = self._ask_every_pair()
+        return self._allowed
+
+    def _ask_every_pair(self) -> Tensor:
         b, h, _, i, j = self.sizes
         allowed = torch.ones(b, h, i, j, dtype=torch.bool)
         if self.predicate is not None:

@@ -38,7 +38,11 @@ def quick(monkeypatch, smol):
         (["look", "text", "--file", "x"], "", "give a text or --file, not both"),
         (["look", ""], "", "the text is empty"),
         (["look"], " \n", "the text is empty"),
-        (["look", "text", "--by", "mood"], "", "--by mood: expected one of entropy, first, previous, induction, distance"),
+        (
+            ["look", "text", "--by", "mood"],
+            "",
+            "--by mood: expected one of entropy, first, previous, induction, distance",
+        ),
         (["look", "text", "--model", "/no/such/model"], "", "'/no/such/model' is not a folder"),
     ],
 )
@@ -69,9 +73,7 @@ def test_no_network_for_the_first_download(run, monkeypatch, tmp_path):
 def test_too_long(run, quick):
     code, out, err = run("look", "word " * 8200)
     assert (code, out) == (2, "")
-    assert err == (
-        "einsight look: the text has 8201 tokens, but the model's context holds 8192; --truncate cuts it\n"
-    )
+    assert err == ("einsight look: the text has 8201 tokens, but the model's context holds 8192; --truncate cuts it\n")
 
 
 def test_truncate_cuts(monkeypatch, run, quick, smol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,39 +9,16 @@ import oracle
 import pytest
 import torch
 from cases import cases, readouts_for
+from checks import ORDERS, check_close, coarser, drawing
 from engines_under_test import ENGINES, using
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Case
 from torch import Tensor
 
 import einsight as es
 
-ORDERS = 8  # orders of summation in which the formula's own error is taken
-
-# No shrinking: a failing problem is small already, and shrinking one takes minutes.
-relaxed = settings(
-    deadline=None,
-    max_examples=int(os.environ.get("EXAMPLES", 120)),
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
-def coarser(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype whose error is measured for the budget, and its distance: float64's is 2⁻²⁹ of float32's."""
-    return (torch.float32, 2.0**-29) if dtype == torch.float64 else (dtype, 1.0)
-
-
-def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], finer: float) -> None:
-    assert got.shape == right.shape, name
-    unreal = ~right.isfinite()
-    assert torch.equal(got.double()[unreal].nan_to_num(7), right[unreal].nan_to_num(7)), name
-    allowed = oracle.budget(right, low, got.dtype, finer)
-    error = (got.detach().double() - right)[~unreal].abs().max().item() if (~unreal).any() else 0.0
-    assert error <= allowed, f"{name}: error {error:.3g} over budget {allowed:.3g}"
+relaxed = drawing(120)
 
 
 def check_top(got: Any, o: dict[str, Tensor], right: tuple[Tensor, Tensor], low: list[Any], finer: float) -> None:

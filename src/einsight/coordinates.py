@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -100,23 +99,23 @@ class At:
     positions: Int[Tensor, "#b i"]
     device: torch.device
 
-    @cached_property
+    @property
     def b(self) -> Int[Tensor, "b 1 1 1"]:
         return numbers(self.batch, self.device).view(-1, 1, 1, 1)
 
-    @cached_property
+    @property
     def h(self) -> Int[Tensor, "1 h 1 1"]:
         return numbers(self.heads, self.device).view(1, -1, 1, 1)
 
-    @cached_property
+    @property
     def i(self) -> Int[Tensor, "1 1 i 1"]:
         return numbers(self.queries, self.device).view(1, 1, -1, 1)
 
-    @cached_property
+    @property
     def p(self) -> Int[Tensor, "#b 1 i 1"]:
         return self.positions[:, None, :, None]
 
-    @cached_property
+    @property
     def j(self) -> Int[Tensor, "1 1 1 j"]:
         return numbers(self.keys, self.device).view(1, 1, 1, -1)
 

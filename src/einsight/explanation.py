@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from einsight.engines import choose
+from einsight.functional import NO_VALUE
 from einsight.problem import Problem, pose
 from einsight.readouts import LogSumExp, Scores, Weights
 
@@ -72,6 +73,8 @@ def explain(query: Any, key: Any, value: Any, mask: Any = None, **settings: Any)
             raise TypeError(f"explain takes no {name}=")
     if settings.get("dropout"):
         raise ValueError("explain shows the weights that are certain; leave dropout out")
+    if value is None:
+        raise TypeError(NO_VALUE)
     problem = pose(query, key, value, mask, **settings)
     raw = pose(query, key, None, scale=1.0)
     scale = f"scores / √{problem.sizes.d}" if settings.get("scale") is None else f"scores · {problem.scale:g}"

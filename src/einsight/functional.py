@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from einsight.biases import Bias
 from einsight.engines import choose
-from einsight.masks import Mask, forbid
+from einsight.masks import Mask, textbook
 from einsight.problem import ScoreMod, pose
 from einsight.readouts import Readout, Weights
 
+NO_VALUE = "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)"
 Asked = Readout | Sequence[Readout] | dict[str, Readout]
 
 
@@ -74,10 +76,26 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
-    if value is None:
-        raise TypeError(
-            "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)"
+    if has_torch_function((query, key, value)):  # somebody looks on, such as einsight.lens
+        return handle_torch_function(
+            attention,
+            (query, key, value),
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            score_mod=score_mod,
+            bias=bias,
+            sink=sink,
+            offset=offset,
+            dropout=dropout,
+            readouts=readouts,
+            engine=engine,
         )
+    if value is None:
+        raise TypeError(NO_VALUE)
     asked, pack = unpack(() if readouts is None else readouts)
     problem = pose(
         query,
@@ -132,7 +150,7 @@ def scaled_dot_product_attention(
         raise TypeError(f"this is the textbook's function, not PyTorch's: instead of {name}= write {way}")
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         _warn_of_inversion(mask)
-        mask = forbid(mask)
+        mask = textbook(mask)
     elif isinstance(mask, Tensor):
         raise TypeError(
             f"mask must be a boolean tensor, True where masked out, not {mask.dtype}: write mask == 0 or mask != 0, "
@@ -189,6 +207,11 @@ def merge(
             raise ValueError(
                 f"merge: part {n} has output {list(output.shape)} and lse {list(lse.shape)}, but the first output "
                 f"{list(outputs[0].shape)} asks for {list(outputs[0].shape)} and {list(outputs[0].shape[:-1])}"
+            )
+        if output.dtype != outputs[0].dtype or lse.dtype != lses[0].dtype:
+            raise TypeError(
+                f"merge: part {n} has output {output.dtype} and lse {lse.dtype}, but the first has "
+                f"{outputs[0].dtype} and {lses[0].dtype}"
             )
     stacked = torch.stack(lses)
     largest = stacked.amax(0).detach()

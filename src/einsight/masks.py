@@ -47,35 +47,42 @@ class Mask:
     def __invert__(self) -> Mask:
         return _Not(self)
 
+    def __repr__(self) -> str:
+        return f"{_describe(self)}(…)"
+
     __rand__ = __and__
     __ror__ = __or__
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; combine masks with & | ~ instead of and, or, not")
 
-    def dense(self, i: int, j: int, *, offset: int | Tensor | None = None) -> Bool[Tensor, "*bh i j"]:
+    def dense(
+        self, i: int, j: int, *, b: int | None = None, h: int | None = None, offset: int | Tensor | None = None
+    ) -> Bool[Tensor, "*bh i j"]:
         """The mask as a boolean tensor, True where query i may see key j.
 
-        Shaped [i, j], or [b, h, i, j] (h = 1 where heads are alike) when the rule differs between batch items
-        or heads. `offset` says where query 0 stands among the keys: see `einsight.attention`.
+        Shaped [i, j], or [b, h, i, j] (h = 1 where heads are alike) when the rule's tensors differ between batch
+        items or heads; for a function of b or h (`where`) say how many there are. `offset` says where query 0
+        stands among the keys: see `einsight.attention`.
 
         >>> import einsight as es
         >>> es.causal().dense(2, 3, offset=1)
         tensor([[ True,  True, False],
                 [ True,  True,  True]])
         """
-        b, h = self.extent()
-        sizes = Sizes(b, h, h, i, j, 1, 1)
+        items, heads = self.extent()
+        if b is None:
+            b = max(items, offset.numel() if isinstance(offset, Tensor) else 1)
+        sizes = Sizes(b, heads if h is None else h, 1, i, j, 1, 1)
         positions = place_queries(offset, sizes, needed_by="the mask" if self.positional else None)
-        self.check(sizes._replace(b=max(b, len(positions))))
-        sizes = sizes._replace(b=max(b, len(positions)))
-        at = At(sizes, range(sizes.b), range(h), range(i), range(j), positions, torch.device("cpu"))
-        allowed = self.allowed(at)
-        b, h = (max(a, s) for a, s in zip(allowed.shape[:2], (sizes.b, h), strict=True))
-        allowed = allowed.expand(b, h, i, j).clone()
-        return allowed[0, 0] if b == h == 1 else allowed
+        self.check(sizes)
+        at = At(sizes, range(b), range(sizes.h), range(i), range(j), positions, torch.device("cpu"))
+        allowed = self.allowed(at).expand(b, sizes.h, i, j).clone()
+        return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
 
-    def show(self, i: int, j: int, *, offset: int | Tensor | None = None) -> str:
+    def show(
+        self, i: int, j: int, *, b: int | None = None, h: int | None = None, offset: int | Tensor | None = None
+    ) -> str:
         """The mask as a picture in characters: a row per query, ■ where it may see the key, · where not.
 
         >>> import einsight as es
@@ -84,11 +91,11 @@ class Mask:
         ■ ■ ·
         ■ ■ ■
         """
-        dense = self.dense(i, j, offset=offset)
+        dense = self.dense(i, j, b=b, h=h, offset=offset)
         if dense.ndim == 2:
             return _picture(dense)
         return "\n\n".join(
-            f"b = {b}, h = {h}\n{_picture(dense[b, h])}" for b in range(len(dense)) for h in range(dense.shape[1])
+            f"b = {n}, h = {m}\n{_picture(dense[n, m])}" for n in range(len(dense)) for m in range(dense.shape[1])
         )
 
 
@@ -98,6 +105,10 @@ def _picture(dense: Bool[Tensor, "i j"]) -> str:
 
 def _describe(mask: Mask) -> str:
     return type(mask).__name__.strip("_").lower()
+
+
+def _shown(value: object) -> str:
+    return f"tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _as_operand(other: object, sign: str) -> Mask:
@@ -110,15 +121,20 @@ def _as_operand(other: object, sign: str) -> Mask:
     raise TypeError(f"a mask {sign} {other!r}: both sides must be masks")
 
 
+def offset_needed(by: str, sizes: Sizes) -> str:
+    """What to say to someone who left the offset out."""
+    return (
+        f"offset is needed: {by} asks where the queries stand, and there are {sizes.i} queries but "
+        f"{sizes.j} keys. offset={sizes.j - sizes.i} (j_len - i_len) if the queries are the last ones, as "
+        "with a KV cache; offset=0 if query 0 stands at key 0, as with PyTorch's is_causal"
+    )
+
+
 def place_queries(offset: object, sizes: Sizes, needed_by: str | None) -> Int[Tensor, "#b i"]:
     """Where each query stands among the keys: p = i + offset, on the CPU."""
     if offset is None:
         if needed_by is not None and sizes.i != sizes.j:
-            raise ValueError(
-                f"offset is needed: {needed_by} asks where the queries stand, and there are {sizes.i} queries but "
-                f"{sizes.j} keys. offset={sizes.j - sizes.i} (j_len - i_len) if the queries are the last ones, as "
-                "with a KV cache; offset=0 if query 0 stands at key 0, as with PyTorch's is_causal"
-            )
+            raise ValueError(offset_needed(needed_by, sizes))
         offset = 0
     if isinstance(offset, Tensor):
         if offset.dtype.is_floating_point or offset.dtype in (torch.bool, torch.complex64, torch.complex128):
@@ -165,8 +181,14 @@ class _And(Mask):
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return self.left.allowed(at) & self.right.allowed(at)
 
+    def __repr__(self) -> str:
+        return f"({self.left!r} & {self.right!r})"
+
 
 class _Or(_And):
+    def __repr__(self) -> str:
+        return f"({self.left!r} | {self.right!r})"
+
     def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
         lo, hi, exact = _within(self.left.bounds(at), at.sizes.j)
         other_lo, other_hi, other_exact = _within(self.right.bounds(at), at.sizes.j)
@@ -199,6 +221,9 @@ class _Not(Mask):
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return ~self.mask.allowed(at)
 
+    def __repr__(self) -> str:
+        return f"~{self.mask!r}"
+
 
 class _Window(Mask):
     positional = True
@@ -218,6 +243,9 @@ class _Window(Mask):
             return at.j <= at.p + self.right
         after = at.j >= at.p - self.left
         return after if self.right is None else after & (at.j <= at.p + self.right)
+
+    def __repr__(self) -> str:
+        return "causal()" if (self.left, self.right) == (None, 0) else f"window({self.left}, {self.right})"
 
 
 def causal() -> Mask:
@@ -290,6 +318,9 @@ class _Lengths(Mask):
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return at.j < self._n(at)
 
+    def __repr__(self) -> str:
+        return f"{_describe(self)}({_shown(self.n)})"
+
 
 def lengths(n: int | Sequence[int] | Integer[Tensor, " b"]) -> Mask:
     """The first n keys of each item: j < n; n is an int, a list of ints or an int tensor [b].
@@ -349,6 +380,9 @@ class _Padding(Mask):
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return at.take(self.keep[:, None, None, :])
+
+    def __repr__(self) -> str:
+        return f"padding({_shown(self.keep)})"
 
 
 def padding(keep: Shaped[Tensor, "b j"]) -> Mask:
@@ -428,6 +462,12 @@ class _Same(Mask):
         query_ids, key_ids = self._ids(at)
         return query_ids == key_ids
 
+    def __repr__(self) -> str:
+        if self.query_ids is None:
+            return f"{self.name}({_shown(self.key_ids)})"
+        first, second = (self.query_ids, self.key_ids) if self.name == "same" else (self.key_ids, self.query_ids)
+        return f"{self.name}({_shown(first)}, {_shown(second)})"
+
 
 def _as_ids(name: str, ids: object) -> Integer[Tensor, "b n"]:
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point or ids.dtype.is_complex:
@@ -504,6 +544,9 @@ class _Pairs(Mask):
         named, keys = self._named(at)
         return named & torch.isin(at.j, keys)
 
+    def __repr__(self) -> str:
+        return f"pairs({_shown(self.queries)}, {_shown(self.keys)})"
+
 
 def pairs(queries: object, keys: object) -> Mask:
     """The pairs of the named queries and keys: ints, slices, ranges, lists or int tensors; negative from the end.
@@ -519,22 +562,43 @@ def pairs(queries: object, keys: object) -> Mask:
 
 
 class _Dense(Mask):
-    def __init__(self, tensor: Bool[Tensor, "b h i j"], name: str, shape: list[int]):
-        self.tensor, self.name, self.shape = tensor, name, shape
+    def __init__(self, tensor: Bool[Tensor, ...], name: str, shows: bool):
+        if tensor.ndim > 4:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, more than [b, h, i, j]")
+        self.tensor, self.name, self.shows, self.shape = to_four(tensor), name, shows, list(tensor.shape)
 
     def check(self, sizes: Sizes) -> None:
         if not broadcasts(self.shape, sizes):
             raise ValueError(
-                f"{self.name}(tensor) has shape {self.shape}, which does not broadcast to "
+                f"{self.name} has shape {self.shape}, which does not broadcast to "
                 f"[b, h, i, j] = {[sizes.b, sizes.h, sizes.i, sizes.j]}"
             )
 
     def extent(self) -> tuple[int, int]:
         return self.tensor.shape[0], self.tensor.shape[1]
 
+    def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
+        # A causal mask, a window, or padding in the form of a tensor is one interval for each query as well.
+        seen, j = self.allowed(at), at.sizes.j
+        if seen.shape[-1] != j or seen.numel() == 0:
+            return 0, j, False
+        count = seen.sum(-1, keepdim=True)
+        lo = seen.to(torch.uint8).argmax(-1, keepdim=True)
+        last = j - seen.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+        hi = torch.where(count > 0, last, lo)
+        return lo, hi, bool((hi - lo == count).all())
+
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
-        seen = at.take(self.tensor)
-        return ~seen if self.name == "forbid" else seen
+        named = at.take(self.tensor)
+        return named if self.shows else ~named
+
+    def __repr__(self) -> str:
+        return f"{'allow' if self.shows else 'forbid'}(tensor{self.shape})"
+
+
+def textbook(mask: Bool[Tensor, ...]) -> Mask:
+    """`forbid(mask)`, for a mask that the user knows as `mask`."""
+    return _Dense(mask, "mask", shows=False)
 
 
 def _dense(name: str, tensor: object, true_means: str) -> Mask:
@@ -542,9 +606,7 @@ def _dense(name: str, tensor: object, true_means: str) -> Mask:
         what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
         hint = "; if it holds 0 and 1, write tensor.bool()" if isinstance(tensor, Tensor) else ""
         raise TypeError(f"{name} takes a boolean tensor, True where {true_means}, not {what}{hint}")
-    if tensor.ndim > 4:
-        raise ValueError(f"{name}(tensor) has {tensor.ndim} dimensions, more than [b, h, i, j]")
-    return _Dense(to_four(tensor), name, list(tensor.shape))
+    return _Dense(tensor, f"{name}(tensor)", shows=name == "allow")
 
 
 def allow(tensor: Bool[Tensor, ...]) -> Mask:

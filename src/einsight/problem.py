@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
-from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers
-from einsight.masks import Mask, place_queries
+from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
+from einsight.masks import Mask, offset_needed, place_queries
 from einsight.readouts import Readout, changed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -26,6 +26,17 @@ class Bounds(NamedTuple):
     lo: Int[Tensor, "#b #h i"]
     hi: Int[Tensor, "#b #h i"]
     exact: bool
+
+
+def _remembered(method: Callable[[Any], Any]) -> Any:
+    """A property computed once; functools.cached_property takes a lock, which torch.compile can't trace."""
+
+    def get(self: Problem) -> Any:
+        if method.__name__ not in self.memory:
+            self.memory[method.__name__] = method(self)
+        return self.memory[method.__name__]
+
+    return property(get, doc=method.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +55,18 @@ class Problem:
     heads: Axis
     queries: Axis
     positions: Int[Tensor, "#b i"]
+    is_placed: bool  # whether it is known where the queries stand
     scale: float
     mask: Mask | None = None
     softcap: float | None = None
     score_mod: ScoreMod | None = None
     bias: Bias | None = None
-    sink: Float[Tensor, " h"] | None = None
+    sink: Float[Tensor, " all_h"] | None = None
     dropout: float = 0.0
     readouts: tuple[Readout, ...] = ()
+    memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
+    @property
     def sizes(self) -> Sizes:
         b, h, i, d = self.query.shape
         g, j = self.key.shape[1:3]
@@ -63,12 +76,12 @@ class Problem:
     def device(self) -> torch.device:
         return self.query.device
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """What the scores, the softmax and the readouts are computed in."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @property
     def needs_grad(self) -> bool:
         if not torch.is_grad_enabled():
             return False
@@ -85,33 +98,62 @@ class Problem:
             *(t for readout in self.readouts for t in readout.tensors),
         )
 
-    @cached_property
+    @property
+    def is_transformed(self) -> bool:
+        """Whether torch.func or forward-mode derivatives are at work: on these tensors, or on what a function of
+        the user's captures, which can't be seen."""
+        # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
+        if torch.compiler.is_compiling():
+            return False
+        return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each tensor was changed in place: who computes a block again for the backward must find
+        what there was in the forward."""
+        rules = (self.mask, self.bias, *self.readouts)
+        held = (*self.tensors, *(t for rule in rules if rule is not None for t in _held(rule)))
+        return tuple(0 if t.is_inference() else t._version for t in held)
+
+    @_remembered
     def bounds(self) -> Bounds:
         i, j = self.sizes.i, self.sizes.j
         if self.mask is None:
-            lo, hi, exact = 0, j, True
-        else:
-            cpu = torch.device("cpu")
-            at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
-            lo, hi, exact = self.mask.bounds(at)
-        lo, hi = torch.broadcast_tensors(torch.as_tensor(lo), torch.as_tensor(hi), torch.empty(1, 1, i, 1))[:2]
-        lo, hi = lo.squeeze(-1).clamp(0, j), hi.squeeze(-1).clamp(0, j)
+            return Bounds(torch.zeros(1, 1, i, dtype=torch.int64), torch.full((1, 1, i), j), True)
+        cpu = torch.device("cpu")
+        at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
+        lo, hi, exact = self.mask.bounds(at)
+        lo, hi = _bound(lo, i, j), _bound(hi, i, j)
+        if lo.shape != hi.shape:
+            lo, hi = torch.broadcast_tensors(lo, hi)
         return Bounds(lo, torch.maximum(lo, hi), exact)
 
-    @cached_property
+    @_remembered
     def may_be_empty(self) -> bool:
         """Whether there may be a query that sees nothing."""
         lo, hi, exact = self.bounds
         return not exact or self.bias is not None or self.score_mod is not None or bool((lo >= hi).any())
 
-    @cached_property
+    @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
         return self.positions.to(self.device)
 
-    @cached_property
+    @_remembered
     def placed_bounds(self) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
         """The bounds on the problem's device."""
         return self.bounds.lo.to(self.device), self.bounds.hi.to(self.device)
+
+    def modified(self, scores: Float[Tensor, "b h i j"], at: At) -> Float[Tensor, "b h i j"]:
+        """The scores as the user's function changes them."""
+        if self.score_mod is None:
+            return scores
+        made = self.score_mod(scores, at.b, at.h, at.p, at.j)
+        expected = f"score_mod(score, b, h, p, j) must return the scores, a float tensor {list(scores.shape)}"
+        if not isinstance(made, Tensor) or not made.dtype.is_floating_point:
+            raise TypeError(f"{expected}, but returned {made.dtype if isinstance(made, Tensor) else repr(made)}")
+        if made.ndim > 4 or any(n not in (1, m) for n, m in zip(to_four(made).shape, scores.shape, strict=True)):
+            raise ValueError(f"{expected}, but returned {made.dtype} {list(made.shape)}")
+        return made.to(scores.dtype).expand(scores.shape)
 
     def at(self, batch: slice, heads: slice, queries: slice, keys: range) -> At:
         """The coordinates of a block of this problem."""
@@ -174,6 +216,15 @@ class Problem:
         return replace(self.select(queries=axis), readouts=tuple(rebased))
 
 
+def _held(rule: Mask | Bias | Readout) -> Iterator[Tensor]:
+    """The tensors that a rule is made of."""
+    for part in vars(rule).values():
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, Mask | Bias | Readout):
+            yield from _held(part)
+
+
 def _pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     """Like `along`, but here a size of 1 is one thing to choose, not all."""
     if isinstance(axis, range):
@@ -185,6 +236,13 @@ def _compose(outer: Axis, inner: Axis) -> Axis:
     if isinstance(outer, range) and isinstance(inner, range):
         return outer[inner.start : inner.stop]
     return numbers(outer)[numbers(inner)]
+
+
+def _bound(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
+    if isinstance(bound, Tensor):
+        bound = bound.clamp(0, j).view(1, 1, 1) if bound.ndim == 0 else bound.clamp(0, j).squeeze(-1)
+        return bound if bound.shape[-1] == i else bound.expand(*bound.shape[:-1], i)
+    return torch.full((1, 1, i), min(max(bound, 0), j))
 
 
 def pose(
@@ -203,7 +261,7 @@ def pose(
     readouts: tuple[Any, ...] = (),
 ) -> Problem:
     """Check the arguments of an attention call and make a problem of them. `value=None` asks for no output."""
-    query, key, value = autocast(query), autocast(key), autocast(value)
+    query, key, value = autocast(query, key, value)
     given = _check_tensors(query, key, value)
     if mask is not None and not isinstance(mask, Mask):
         _refuse_mask(mask)
@@ -218,7 +276,8 @@ def pose(
         range(given.b),
         range(given.h),
         range(given.i),
-        place_queries(offset, given, _positional(mask, bias, score_mod, readouts)),
+        place_queries(offset, given, _positional(mask, bias, score_mod)),
+        offset is not None or given.i == given.j,
         _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
         mask,
         None if softcap is None else _softcap(softcap),
@@ -230,6 +289,9 @@ def pose(
     if mask is not None:
         mask.check(given)
     if bias is not None:
+        for tensor in bias.tensors:
+            if tensor.device != query.device:
+                raise ValueError(f"bias is on {tensor.device} but query on {query.device}; write bias.to(query.device)")
         bias.check(given)
     return replace(problem, readouts=tuple(check_readout(r, problem) for r in readouts)) if readouts else problem
 
@@ -240,6 +302,8 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
         raise TypeError(f"a readout must be an instance: write {readout.__name__}(…) instead of {readout.__name__}")
     if not isinstance(readout, Readout):
         raise TypeError(f"a readout must be one of einsight's, such as Entropy(), not {readout!r}")
+    if readout.positional and not problem.is_placed:
+        raise ValueError(offset_needed(f"the readout {readout!r}", problem.given))
     sizes = problem.sizes
     split = sizes.g == sizes.h and problem.given.g != problem.given.h
     if split and getattr(readout, "per_group", False):
@@ -247,24 +311,25 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
     return readout.check(problem.given, sizes)
 
 
-def _positional(mask: Mask | None, bias: Bias | None, score_mod: object, readouts: tuple[Any, ...]) -> str | None:
+def _positional(mask: Mask | None, bias: Bias | None, score_mod: object) -> str | None:
     """What asks where the queries stand among the keys, if anything does."""
     if mask is not None and mask.positional:
         return "the mask"
     if bias is not None and bias.positional:
         return "the bias"
-    if score_mod is not None:
-        return "score_mod"
-    return next((f"the readout {r!r}" for r in readouts if getattr(r, "positional", False)), None)
+    return None if score_mod is None else "score_mod"
 
 
-def autocast(tensor: Any) -> Any:
-    """As autocast treats the operands of scaled_dot_product_attention."""
-    if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        kind = tensor.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return tensor.to(torch.getautocast_dtype(kind))
-    return tensor
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The operands as autocast would have them for scaled_dot_product_attention."""
+    kind = next((t.device.type for t in tensors if isinstance(t, Tensor)), "meta")
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(narrow) if isinstance(t, Tensor) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t
+        for t in tensors
+    )
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
@@ -285,7 +350,6 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, not {tensor.dtype}; write {name}.float()"
             )
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
     for name, tensor in named.items():
         if tensor.dtype != query.dtype:
             raise TypeError(
@@ -298,21 +362,25 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     b, h, i, d = query.shape
     g, j = key.shape[1:3]
     if key.shape[0] != b:
-        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({shapes})")
+        raise ValueError(f"key has {key.shape[0]} batch items but query has {b} ({_shapes(named)})")
     if key.shape[3] != d:
-        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({shapes})")
+        raise ValueError(f"key has head dimension {key.shape[3]} but query has {d} ({_shapes(named)})")
     if value is not None:
         if value.shape[0] != b:
-            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({shapes})")
+            raise ValueError(f"value has {value.shape[0]} batch items but query has {b} ({_shapes(named)})")
         if value.shape[1] != g:
-            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({shapes})")
+            raise ValueError(f"value has {value.shape[1]} heads but key has {g} ({_shapes(named)})")
         if value.shape[2] != j:
-            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({shapes})")
+            raise ValueError(f"value has {value.shape[2]} key positions but key has {j} ({_shapes(named)})")
     if g != h and (g == 0 or h % g != 0):
-        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({shapes})")
+        raise ValueError(f"query has {h} heads, which is not a multiple of key's {g} ({_shapes(named)})")
     if d == 0:
-        raise ValueError(f"the head dimension of query and key is 0 ({shapes})")
+        raise ValueError(f"the head dimension of query and key is 0 ({_shapes(named)})")
     return Sizes(b, h, g, i, j, d, 0 if value is None else value.shape[3])
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
 
 
 def _refuse_mask(mask: object) -> None:

@@ -109,8 +109,8 @@ class Readout:
         return parts[0]
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({named})"
+        own = {n: x for n, x in vars(self).items() if not n.startswith("_") and n not in ("positional", "tensors")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
 
 def changed(readout: Readout, **changes: object) -> Readout:
@@ -157,7 +157,7 @@ class Entropy(Readout):
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
         # −ln w = log_sum − (score − shift), both terms ≥ 0 but for the sink: nothing cancels. A key so far
         # below that it weighs nothing is held at a finite depth, or its −∞ would meet the weight 0.
-        depth = (x.scores - x.shift.unsqueeze(-1)).clamp_(min=-1e4)
+        depth = (x.scores - x.shift.unsqueeze(-1)).clamp_min_(-1e4)
         return x.weights.sum(-1) * x.log_sum - (depth * x.weights).sum(-1)
 
 
@@ -219,13 +219,10 @@ class TopK(_Chosen):
         hidden = ~x.seen.expand(x.at.shape)
         # −1 sorts behind every weight, so hidden keys come last, also behind visible ones of weight 0.
         marked = x.weights.detach().masked_fill(hidden, -1)
-        # One more than asked for shows whether a tie reaches across the end.
-        found, index = marked.topk(min(self.k + 1, marked.shape[-1]), dim=-1)
-        tied = ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] >= 0)).any(-1)
-        if bool(tied.any()):
-            # torch.topk leaves the order of equal weights open; a stable sort doesn't.
-            index[tied] = marked[tied].sort(dim=-1, descending=True, stable=True)[1][..., : index.shape[-1]]
-        index = index[..., : self.k]
+        if torch._C._functorch.maybe_current_level() is None:
+            index = _largest(marked, self.k)
+        else:  # torch.func can't branch on a value
+            index = marked.sort(dim=-1, descending=True, stable=True)[1][..., : self.k]
         absent = hidden.gather(-1, index)
         weights = x.weights.gather(-1, index).masked_fill(absent, 0)
         index = (index + x.at.keys.start).masked_fill(absent, -1)
@@ -234,6 +231,17 @@ class TopK(_Chosen):
 
     def join(self, *parts: Tensor) -> Top:
         return Top(*parts)
+
+
+def _largest(x: Float[Tensor, "b h i j"], k: int) -> Int[Tensor, "b h i k"]:
+    """Where the k largest of each row are, of equal ones the first."""
+    # One more than asked for shows whether a tie reaches across the end.
+    found, index = x.topk(min(k + 1, x.shape[-1]), dim=-1)
+    tied = ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] >= 0)).any(-1)
+    if bool(tied.any()):
+        # torch.topk leaves the order of equal numbers open; a stable sort doesn't.
+        index[tied] = x[tied].sort(dim=-1, descending=True, stable=True)[1][..., : index.shape[-1]]
+    return index[..., :k]
 
 
 class Share(Readout):
@@ -269,8 +277,12 @@ class Mass(_Chosen):
 
     def __init__(self, groups: Shaped[Tensor, ...], n: int | None = None, queries: object = None):
         super().__init__(queries)
-        if not isinstance(groups, Tensor) or groups.dtype.is_complex:
-            raise TypeError(f"Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not {groups!r}")
+        if not isinstance(groups, Tensor) or groups.dtype.is_complex or groups.dtype == torch.bool:
+            what = f"{groups.dtype} {list(groups.shape)}" if isinstance(groups, Tensor) else repr(groups)
+            way = "; the weight on the keys of a boolean tensor is Share(allow(tensor))" if "bool" in what else ""
+            raise TypeError(f"Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not {what}{way}")
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
+            raise TypeError(f"Mass' n must be an int, not {n!r}")
         if groups.dtype.is_floating_point:
             if groups.ndim != 2 or n not in (None, groups.shape[1]):
                 raise ValueError(f"Mass takes a float matrix [j, n], but groups has shape {list(groups.shape)}, n={n}")

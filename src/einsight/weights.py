@@ -67,6 +67,7 @@ class AttentionWeights:
         dropout: float = 0.0,
         engine: str = "auto",
     ):
+        choose.check_name(engine)
         problem = pose(
             query,
             key,
@@ -107,18 +108,19 @@ class AttentionWeights:
 
     def __matmul__(self, value: Float[Tensor, "b g j e"]) -> Float[Tensor, "b h i e"]:
         """Attention: the weights applied to values [b, g, j, e], or [b, h, j, e] of one per query head."""
-        p, value = self._problem, autocast(value)
+        p, (value,) = self._problem, autocast(value)
         if not isinstance(value, Tensor) or value.ndim != 4:
             raise TypeError(f"W @ value takes a value [b, g, j, e], not {_described(value)}")
         b, h, g, _, j, _, _ = p.sizes
         if value.shape[:3] not in ((b, g, j), (b, h, j)):
             raise ValueError(
-                f"W @ value: value has shape {list(value.shape)}, but W reads [b, g, j, e] = {[b, g, j]} + [e]"
+                f"W @ value: value has shape {list(value.shape)}, but W reads [b, g, j, e] = [{b}, {g}, {j}, e]"
+                + (f", or a value for each of the {h} query heads" if g != h else "")
             )
-        if value.dtype != p.query.dtype or value.device != p.device:
-            raise TypeError(
-                f"W @ value: value is {value.dtype} on {value.device}, but query {p.query.dtype} on {p.device}"
-            )
+        if value.dtype != p.query.dtype:
+            raise TypeError(f"W @ value: value is {value.dtype}, but query {p.query.dtype}: value.to(query.dtype)")
+        if value.device != p.device:
+            raise ValueError(f"W @ value: value is on {value.device}, but query on {p.device}: value.to(query.device)")
         if value.shape[1] != g:
             p = replace(p, key=p.key.repeat_interleave(h // g, 1))
         output, _ = choose.run(p.asking((), value), self._engine)
@@ -244,7 +246,11 @@ class TransposedWeights:
         if not isinstance(x, Tensor) or x.ndim != 4:
             raise TypeError(f"W.mT @ x takes an x [b, h, i, e], not {_described(x)}")
         if x.shape[:3] != (b, h, i):
-            raise ValueError(f"W.mT @ x: x has shape {list(x.shape)}, but W.mT reads [b, h, i, e] = {[b, h, i]} + [e]")
+            raise ValueError(f"W.mT @ x: x has shape {list(x.shape)}, but W.mT reads [b, h, i, e] = [{b}, {h}, {i}, e]")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"W.mT @ x: x must be a float tensor, not {x.dtype}; write x.float()")
+        if x.device != self.mT.device:
+            raise ValueError(f"W.mT @ x: x is on {x.device}, but query on {self.mT.device}: x.to(query.device)")
         return self.mT.read(_Spread(x))
 
     def __repr__(self) -> str:

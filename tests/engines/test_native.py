@@ -112,7 +112,10 @@ def check(got: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, **s
     The formula's error is the larger one of this query and its negative: of a single draw it may be small by luck.
     """
     exact, plain = (
-        [attend(q, key.to(dtype), value.to(dtype), engine="reference", **settings) for q in (query.to(dtype), -query.to(dtype))]
+        [
+            attend(q, key.to(dtype), value.to(dtype), engine="reference", **settings)
+            for q in (query.to(dtype), -query.to(dtype))
+        ]
         for dtype in (torch.float64, torch.float32)
     )
     for name, result in got.items():
@@ -169,7 +172,9 @@ def test_strides(sizes: str) -> None:
     query, key, value = make(SIZES[sizes])
     want = attend(query, key, value)
     for order in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
-        permuted = (t.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist()) for t in (query, key, value))
+        permuted = (
+            t.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist()) for t in (query, key, value)
+        )
         got = attend(*permuted)
         assert all(torch.equal(got[name], want[name]) for name in want)
     reversed_storage = torch.stack([query, query])[1:].squeeze(0)[:, :, :, :]
@@ -256,7 +261,9 @@ def test_readouts_alone() -> None:
     assert all(torch.equal(a, want[name]) for a, name in zip(found, READOUTS, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [(0, 2, 1, 3, 5, 7, 11), (2, 2, 2, 0, 5, 7, 11), (2, 2, 1, 3, 0, 7, 11), (2, 3, 3, 5, 7, 11, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 1, 3, 5, 7, 11), (2, 2, 2, 0, 5, 7, 11), (2, 2, 1, 3, 0, 7, 11), (2, 3, 3, 5, 7, 11, 0)]
+)
 def test_empty_dimensions(sizes: tuple[int, ...]) -> None:
     tensors = make(sizes)
     got, want = attend(*tensors), attend(*tensors, engine="reference")

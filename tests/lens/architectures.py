@@ -28,7 +28,15 @@ SEQ2SEQ = {
 }
 IMAGE = {**SMALL, "image_size": 12, "patch_size": 4}
 IMAGE.pop("vocab_size")
-T5 = {"d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 53, "decoder_start_token_id": 0}
+T5 = {
+    "d_model": 24,
+    "d_kv": 6,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 53,
+    "decoder_start_token_id": 0,
+}
 
 ARCHITECTURES = {
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, GROUPED, "text"),

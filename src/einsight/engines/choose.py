@@ -17,10 +17,15 @@ ENGINES: dict[str, ModuleType] = {"native": native, "torch_sdpa": torch_sdpa, "s
 FASTEST_FIRST = ("native", "torch_sdpa", "stream", "reference")
 
 
-def choose(problem: Problem, engine: str = "auto") -> tuple[str, dict[str, str]]:
-    """The engine's name, and what each engine that was passed over gave as its reason."""
+def check_name(engine: object) -> None:
+    """Refuse what is no engine."""
     if engine != "auto" and engine not in ENGINES:
         raise ValueError(f"engine must be 'auto' or one of {', '.join(map(repr, ENGINES))}, not {engine!r}")
+
+
+def choose(problem: Problem, engine: str = "auto") -> tuple[str, dict[str, str]]:
+    """The engine's name, and what each engine that was passed over gave as its reason."""
+    check_name(engine)
     refusals: dict[str, str] = {}
     for name in FASTEST_FIRST if engine == "auto" else (engine,):
         refusal = ENGINES[name].refuses(problem)

@@ -53,8 +53,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     scores = _product(inner, query, _per_head(key, h), seen) * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    if problem.score_mod is not None:
-        scores = problem.score_mod(scores, at.b, at.h, at.p, at.j)
+    scores = problem.modified(scores, at)
     if bias is not None:
         scores = scores + bias
     scores = scores.where(seen, -torch.inf)

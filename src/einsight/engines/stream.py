@@ -8,7 +8,7 @@ and allows second derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ SCORES_ELSEWHERE = 2**25
 
 
 def refuses(problem: Problem) -> str | None:
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors):
-        return "torch.func can't transform a computation in blocks"
+    if problem.is_transformed:
+        return "torch.func and forward mode can't transform a computation in blocks"
     return None
 
 
@@ -58,7 +58,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     output = Join(((*sizes[:2], sizes.i, sizes.e),), grad=grad)
     answers = [_Answer(readout, problem) for readout in problem.readouts]
     space = None if grad else _Space(problem, tiles)
-    held = None
+    held, versions = None, problem.versions if grad else ()
     for tile in tiles:
         if held != (tile.batch, tile.groups):
             held = (tile.batch, tile.groups)
@@ -68,6 +68,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
             rows = iter(problem.query[tile.batch, tile.heads].split(lengths, 2))
         work = partial(_attend, problem, tile, next(rows), key, value, answers)
         if grad and len(tiles) > 1:
+            work = partial(_if_unchanged, problem, versions, work)
             piece, pieces = checkpoint(work, use_reentrant=False, preserve_rng_state=problem.dropout > 0)
         else:
             piece, pieces = work(space)
@@ -77,6 +78,20 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
             if found is not None:
                 answer.join.put(*found)
     return None if problem.value is None else output.whole()[0], tuple(answer.whole() for answer in answers)
+
+
+def _if_unchanged(problem: Problem, versions: tuple[int, ...], work: Callable[[], _Found]) -> _Found:
+    """The block, unless what it is computed from was changed since the forward."""
+    if problem.versions != versions:
+        raise RuntimeError(
+            "a tensor of an attention call has been modified by an inplace operation before the backward, which "
+            "computes its blocks again; change a clone of it, or ask for engine='reference'"
+        )
+    return work()
+
+
+# The output of a block, and for each readout the place and the parts of its piece.
+_Found = tuple[Tensor | None, list[tuple[tuple[int, ...], tuple[Tensor, ...]] | None]]
 
 
 class _Tile(NamedTuple):
@@ -168,7 +183,7 @@ def _attend(
     value: Float[Tensor, "n j e"] | None,
     answers: list[_Answer],
     space: _Space | None = None,
-) -> tuple[Tensor | None, list[tuple[tuple[int, ...], tuple[Tensor, ...]] | None]]:
+) -> _Found:
     """The output of one block and what the readouts say of it; without `space`, so that gradients can flow."""
     at = problem.at(tile.batch, tile.heads, tile.rows, tile.keys)
     shape, groups = at.shape, tile.groups.stop - tile.groups.start
@@ -192,12 +207,13 @@ def _attend(
     scores = scores.view(shape)
     if problem.softcap is not None:
         scores = torch.tanh(scores / problem.softcap) * problem.softcap
-    if problem.score_mod is not None:
-        scores = problem.score_mod(scores, at.b, at.h, at.p, at.j)
+    scores = problem.modified(scores, at)
     if bias is not None:
         scores = scores + bias
     if seen is not None:
-        scores = _hide(scores, seen, tile, in_place=space is not None, everywhere=bias is not None)
+        # What score_mod returns may be the user's own tensor.
+        in_place = space is not None and problem.score_mod is None
+        scores = _hide(scores, seen, tile, in_place=in_place, everywhere=bias is not None)
     if bias is not None or problem.score_mod is not None:
         seen = scores.detach() != -torch.inf
 
@@ -273,9 +289,9 @@ def _softmax(
         return weights, (largest, shift, log_sum, (shift + log_sum).masked_fill(nothing, -torch.inf))
     heads = numbers(problem.heads[tile.heads], problem.device)
     sink = problem.sink.to(problem.dtype)[heads].view(1, -1, 1).expand(shift.shape)
-    keys = log_sum.masked_fill(nothing, -torch.inf)
+    # Where there is nothing beside the sink its sum is exp(0); −∞ for the keys' would have no second derivative.
+    with_sink = torch.logaddexp(log_sum, sink - shift).masked_fill(nothing, 0)
     shift = torch.where(nothing, sink, shift)
-    with_sink = torch.logaddexp(keys, sink - shift)
     weights = weights * torch.exp(log_sum - with_sink).unsqueeze(-1)
     return weights, (largest, shift, with_sink, shift + with_sink)
 

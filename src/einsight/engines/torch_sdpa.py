@@ -28,8 +28,8 @@ def refuses(problem: Problem) -> str | None:
         return "a dimension is empty"
     if problem.device.type == "cpu" and problem.sizes.d != problem.sizes.e:
         return "on a CPU it holds the whole matrix when e ≠ d"
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors):
-        return "its derivatives are not for torch.func"
+    if problem.is_transformed:
+        return "its derivatives are not for torch.func or forward mode"
     if _is_causal(problem) is None:
         return "of masks it has only causal, with query 0 at key 0"
     return None

@@ -129,7 +129,9 @@ def ungrouped(key: Tensor, value: Tensor | None, h: int) -> tuple[Tensor, Tensor
         first = key[:1, :, :1]
         while times < h and torch.equal(first[:, :1], first[:, times : times + 1]):
             times += 1
-        while times > 1 and (h % times or not _repeats(key, times) or (value is not None and not _repeats(value, times))):
+        while times > 1 and (
+            h % times or not _repeats(key, times) or (value is not None and not _repeats(value, times))
+        ):
             times -= 1
     if times == 1:
         return key, value

@@ -7,10 +7,15 @@ An opaque operator that claims to change a tensor is neither looked into nor dro
 from __future__ import annotations
 
 import re
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
+
+# Methods of Tensor that are written in Python call super(), which the compiler can't follow from within a function
+# mode; by their names it knows them.
+METHODS = frozenset(name for name, method in vars(Tensor).items() if isinstance(method, FunctionType))
 
 _SCHEMA = (
     "(Tensor(a!) changed, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
@@ -55,7 +60,7 @@ def where() -> str:
     """The name of the module being traced, within what is compiled; empty where this torch doesn't tell."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    frame = InstructionTranslator.current_tx()
+    frame = InstructionTranslator.current_tx().output.current_tx  # the innermost function that is traced into
     while frame is not None:
         if stack := getattr(frame, "nn_module_stack", None):
             name = next(reversed(stack.values()))[0]

@@ -202,18 +202,18 @@ class _Sequence:
         found = dict(zip(asked, output[0].unbind(-1), strict=True))
         alone = {name: setting for name, setting in settings.items() if name != "sink"}
 
-        near = es.AttentionWeights(query, key, es.window(32, 0 if causal else 32), **alone).read(
-            {"near": es.LogSumExp(), "previous": es.Diagonal(-1), "itself": es.Diagonal(0)}
-        )
-        share = (near.pop("near") - lse).exp()
-        found |= {"entropy": entropy[0], "near": share[0]}
-        found |= {name: (weights * share)[0] for name, weights in near.items()}
+        found["entropy"] = entropy[0]
+
+        def share(query: Tensor, key: Tensor, mask: es.Mask, lse: Tensor) -> Float[Tensor, "h i"]:
+            return (es.AttentionWeights(query, key, mask, **alone).lse() - lse).exp()[0]
+
+        windows = {"near": (32, 0 if causal else 32), "previous": (1, -1), "itself": (0, 0)}
+        found |= {name: share(query, key, es.window(*window), lse) for name, window in windows.items()}
         order, back = self.order.to(device), self.back.to(device)
         sorted_query, sorted_lse = query[:, :, order], lse[:, :, order]
         # What followed each key stands in its place.
         for name, keys in (("duplicate", key), ("induction", key.roll(-1, 2))):
-            copies = es.AttentionWeights(sorted_query, keys[:, :, order], self.copies, **alone)
-            found[name] = (copies.lse() - sorted_lse).exp()[0][:, back]
+            found[name] = share(sorted_query, keys[:, :, order], self.copies, sorted_lse)[:, back]
         far, whole = found.pop("place"), found.pop("all")
         if causal:
             found["distance"] = place * whole - far  # Σ w (p − j)
@@ -250,9 +250,7 @@ class _Sequence:
         return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
 
 
-def _real(
-    real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int
-) -> Int[Tensor, " n"]:
+def _real(real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
     """The places of an item's tokens that aren't padding."""
     if real is not None:
         return real[item, :i].nonzero().flatten().cpu()
@@ -275,7 +273,9 @@ def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
         tokens = tokens["input_ids"]
     ids = torch.as_tensor(tokens)
     if ids.dtype.is_floating_point or ids.ndim not in (1, 2):
-        raise TypeError(f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}")
+        raise TypeError(
+            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}"
+        )
     if real is not None:
         real = torch.as_tensor(real).reshape(-1, ids.shape[-1]).bool()
     return ids.reshape(-1, ids.shape[-1]), real

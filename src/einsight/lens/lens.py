@@ -137,8 +137,8 @@ class Lens:
             tokens: the token ids [b, i] or [i] that the model was given, or the tokenizer's output.
             tokenizer: to know special tokens and punctuation; without, those columns are left out.
         """
-        kept = [call for call in self if call.query.shape[1]]
-        if not kept:
+        kept = list(self)
+        if not kept or self._readouts is not None:
             raise LookupError(self._nothing_kept())
         return table(kept, tokens, tokenizer)
 
@@ -149,8 +149,9 @@ class Lens:
         arXiv:2005.00928), for the chosen queries, in linear memory: [b, n, j], each row summing to 1.
         """
         kept = list(self)
-        if not kept or len(kept) < len(self):
-            raise LookupError(self._nothing_kept() if not kept else "rollout needs every layer: don't choose layers")
+        if not kept or self._readouts is not None or len(kept) < len(self):
+            nothing = not kept or self._readouts is not None
+            raise LookupError(self._nothing_kept() if nothing else "rollout needs every layer: don't choose layers")
         return rollout(kept, query)
 
     def record(

@@ -43,6 +43,7 @@ class Watch(TorchFunctionMode):
         self.stack: list[nn.Module] = []  # the modules that are running, outermost first
         self.forward = object()  # stands for one call of the outermost of them
         self.busy = False  # whether the attention that is running has been seen already
+        self.cross = False  # whether a multi-head attention that is running looks at other tokens than its own
         self.changed = torch.zeros(())
         self._thread = threading.get_ident()
         self._hooked: dict[int, list[Any]] = {}  # model → [how many lenses, handles]
@@ -88,6 +89,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
+            if args and isinstance(args[0], Tensor) and function.__name__ in compiled.METHODS:
+                return getattr(args[0], function.__name__)(*args[1:], **kwargs)
             output = function(*args, **kwargs)
             if function is F.scaled_dot_product_attention:
                 compiled.report(self.changed, args, kwargs)
@@ -117,7 +120,14 @@ class Watch(TorchFunctionMode):
             self.busy = False
 
     def from_graph(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, name: str
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        name: str,
     ) -> None:
         """Take note of a call that a compiled graph has made."""
         if self.lenses and not in_backward():
@@ -138,8 +148,12 @@ class Watch(TorchFunctionMode):
             return multihead.forward(*args, **kwargs)
         cross = multihead.is_cross(*args)
         if not multihead.asks_weights(kwargs):
-            with self:
-                return multihead.forward(*args, **kwargs)
+            self.cross = cross
+            try:
+                with self:
+                    return multihead.forward(*args, **kwargs)
+            finally:
+                self.cross = False
         batch, heads = multihead.sizes(args[0], args[4])
 
         def report(call: Call) -> None:
@@ -153,7 +167,7 @@ class Watch(TorchFunctionMode):
         busy, self.busy = self.busy, True
         try:
             for lens in list(self.lenses):
-                lens._receive(replace(call), [*self.stack, module] if module is not None else self.stack, within)
+                lens._receive(replace(call, cross=call.cross or self.cross), [*self.stack, module] if module is not None else self.stack, within)
         finally:
             self.busy = busy
 

@@ -56,9 +56,7 @@ def connections(pairs: Sequence[tuple[int, int, float]], tokens: Sequence[str]) 
 def _style(part: float) -> Style:
     at = min(max(part, 0.0), 1.0) * (len(_COLOURS) - 1)
     low = min(int(at), len(_COLOURS) - 2)
-    r, g, b = (
-        round(x + (y - x) * (at - low)) for x, y in zip(_COLOURS[low], _COLOURS[low + 1], strict=True)
-    )
+    r, g, b = (round(x + (y - x) * (at - low)) for x, y in zip(_COLOURS[low], _COLOURS[low + 1], strict=True))
     bright = 0.3 * r + 0.6 * g + 0.1 * b > 130
     return Style.parse(f"{'black' if bright else 'white'} on #{r:02x}{g:02x}{b:02x}")
 

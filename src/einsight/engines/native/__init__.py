@@ -63,7 +63,7 @@ def refuses(problem: Problem) -> str | None:
         return "it sums up one choice of queries for Received in a call"
     if not problem.bounds.exact:
         return "the mask is not one interval of keys for each query"
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors):
+    if problem.is_transformed:
         return "torch.func can't look into it"
     return None
 

@@ -81,6 +81,7 @@ inline Span written(const Sight &s, int64_t group, int64_t tile) {
 static void attend(const Request &a, const Task &task, Packed &packed, Workspace &work, Rows &rows) {
   Sight s = look(a, task);
   begin(a, task, s, work, rows);
+  float exponent = a.unit() * kLog2e;
   for (int64_t t = s.block_lo / kTile; t * kTile < s.block_hi; t++) {
     Tile tile = packed_tile(a, task, packed, t);
     int64_t stride = a.keeps_weights() ? rows.weights_stride : kTile + 16;
@@ -89,19 +90,24 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
     for (int64_t first = 0; first < rows.count; first += kGroup) {
       Span span = written(s, first / kGroup, t);
       if (span.begin >= span.end) continue;
-      float correction[kGroup];
-      for (int64_t r = first; r < least(first + kGroup, rows.count); r++) {
-        float *row = scores + r * stride, top = max_lanes(load(work.tile_max + r * kMaxWidth));
-        for (int64_t k = W; k < kMaxWidth; k += W)
-          top = larger(max_lanes(load(work.tile_max + r * kMaxWidth + k)), top);
+      float correction[kGroup], base[kGroup];
+      int64_t count = least(kGroup, rows.count - first);
+      for (int64_t n = 0; n < count; n++) {
+        int64_t r = first + n;
+        float top = max_lanes(load(work.tile_max + r * kMaxWidth));
+        for (int64_t k = W; k < kMaxWidth; k += W) top = larger(max_lanes(load(work.tile_max + r * kMaxWidth + k)), top);
         rows.largest[r] = larger(top, rows.largest[r]);
-        correction[r - first] = move_reference(a, rows, r, top);
-        float reference = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
-        if (a.keeps_weights()) rows.tile_reference[t * rows.rows_stride + r] = reference;
+        correction[n] = move_reference(a, rows, r, top, exponent);
+        base[n] = finite_reference(rows, r);
+        if (a.keeps_weights()) rows.tile_reference[t * rows.rows_stride + r] = base[n];
+      }
+      for (int64_t n = 0; n < count; n++) {
+        int64_t r = first + n;
+        float *row = scores + r * stride;
         if (a.scores)
           write_scores(a, s, r, t, ((task.batch * a.h + s.head[r]) * a.i + s.query[r]) * a.j, row - t * kTile);
         (a.entropy ? exponentials<true> : exponentials<false>)(row + span.begin - t * kTile, span.end - span.begin,
-                                                               reference, a.unit() * kLog2e, rows.sum + r * kMaxWidth,
+                                                               base[n], exponent, rows.sum + r * kMaxWidth,
                                                                rows.moment + r * kMaxWidth);
       }
       if (a.value) value_tile(a, s, rows, tile, t * kTile, first, scores + first * stride, stride, correction);

@@ -28,8 +28,7 @@ inline void fill(float *to, int64_t begin, int64_t end, float x) {
 
 // The factor that turns kept exponentials of a tile into weights.
 inline float tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, float inverse) {
-  float now = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
-  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - now) * (a.unit() * kLog2e);
+  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
   return exp2_nonpositive(shift) * inverse;
 }
 
@@ -43,17 +42,31 @@ INLINE void add_rows(const float *const *from, const float *factor, float *to, i
   }
 }
 
-inline void write_weights(const Request &a, const Rows &rows, const Sight &s, int64_t r, int64_t at, float inverse) {
-  float *to = a.weights + at;
+// One row of weights, written once. Where rows lie on whole vectors, past the caches.
+template <bool aligned>
+inline void write_row(const Request &a, const Rows &rows, const Sight &s, int64_t r, float *to, float inverse) {
   const float *from = rows.weights + r * rows.weights_stride - rows.origin;
-  fill(to, 0, s.lo[r], 0.f);
-  for (int64_t tile = s.lo[r] / kTile; tile * kTile < s.hi[r]; tile++) {
+  auto put = [](float *at, Vec v) { aligned ? stream(at, v) : store(at, v); };
+  int64_t j = 0, lo = s.lo[r], hi = s.hi[r];
+  if (aligned)
+    for (; j + W <= lo; j += W) put(to + j, Vec{});
+  for (; j < lo; j++) to[j] = 0.f;
+  for (int64_t tile = lo / kTile; tile * kTile < hi; tile++) {
     float factor = tile_factor(a, rows, r, tile, inverse);
-    int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
-    for (; j + W <= end; j += W) store(to + j, load(from + j) * factor);
+    int64_t end = least(hi, (tile + 1) * kTile);
+    for (; j < end && j % W; j++) to[j] = from[j] * factor;
+    for (; j + W <= end; j += W) put(to + j, load(from + j) * factor);
     for (; j < end; j++) to[j] = from[j] * factor;
   }
-  fill(to, s.hi[r], a.j, 0.f);
+  for (; j < a.j && j % W; j++) to[j] = 0.f;
+  for (; j + W <= a.j; j += W) put(to + j, Vec{});
+  for (; j < a.j; j++) to[j] = 0.f;
+}
+
+inline void write_weights(const Request &a, const Rows &rows, const Sight &s, int64_t r, int64_t at, float inverse) {
+  float *to = a.weights + at;
+  bool aligned = (uintptr_t)to % (W * 4) == 0;
+  (aligned ? write_row<true> : write_row<false>)(a, rows, s, r, to, inverse);
 }
 
 // Scores of one row's tile; what the row does not see is filled in at the end.
@@ -120,6 +133,7 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
       fill(a.scores + row * a.j, s.hi[r], a.j, -kInfinity);
     }
   }
+  if (a.weights) end_of_stream();
   if (!a.received) return;
   int64_t heads = a.heads_per_key(), stride = round_up(a.j, kPanel);
   *first = s.block_lo / kPanel * kPanel;
@@ -135,10 +149,11 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
 // Joins the results of two ranges of keys.
 inline void merge(const Request &a, Rows &into, const Rows &from) {
   int64_t padded = ValuePanels(a.e).padded();
+  float exponent = a.unit() * kLog2e;
   for (int64_t r = 0; r < into.count; r++) {
-    float mine = move_reference(a, into, r, from.reference[r]);
+    float mine = move_reference(a, into, r, from.reference[r], exponent);
     Rows other = from;  // brings the other side to the same reference; its scores are all at most this
-    float theirs = move_reference(a, other, r, into.reference[r]);
+    float theirs = move_reference(a, other, r, into.reference[r], exponent);
     into.largest[r] = larger(from.largest[r], into.largest[r]);
     for (int64_t k = 0; k < kMaxWidth; k += W) {
       int64_t at = r * kMaxWidth + k;

@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "request.h"
 
 namespace einsight {
@@ -30,6 +34,22 @@ typedef uint16_t Half __attribute__((vector_size(W * 2)));
 
 INLINE Vec load(const float *from) { Vec v; __builtin_memcpy(&v, from, sizeof v); return v; }
 INLINE void store(float *to, Vec v) { __builtin_memcpy(to, &v, sizeof v); }
+// A store past the caches, for results nobody reads soon; `to` is aligned to the vector.
+INLINE void stream(float *to, Vec v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(to, (__m256)v);
+#else
+  store(to, v);
+#endif
+}
+INLINE void end_of_stream() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 INLINE Vec all(float x) { return x - Vec{}; }
 INLINE Bits bits(Vec v) { return (Bits)v; }
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // NaN in a gives b

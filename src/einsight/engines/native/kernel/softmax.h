@@ -84,18 +84,23 @@ inline void exponentials(float *scores, int64_t n, float reference, float unit, 
   if (with_moment) store(moment, load(moment) + ((first[0] + first[1]) + (first[2] + first[3])));
 }
 
+// What exponents are relative to: a row that has seen nothing yet has no score to offer.
+inline float finite_reference(const Rows &rows, int64_t r) {
+  return rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
+}
+
 // Moves a row's sums to a new reference, and returns the factor that does the same for its output.
 // The moment's exponents are relative to the reference as well; all its terms are <= 0, so nothing cancels.
-inline float move_reference(const Request &a, const Rows &rows, int64_t r, float score) {
-  float before = rows.reference[r], now = larger(score, before);
-  rows.reference[r] = now;
-  float base = now == -kInfinity ? 0.f : now, shift = (before - base) * (a.unit() * kLog2e);
-  float factor = exp2_nonpositive(shift);
+inline float move_reference(const Request &a, const Rows &rows, int64_t r, float score, float exponent) {
+  float before = rows.reference[r];
+  if (!(score > before)) return 1.f;
+  rows.reference[r] = score;
+  float shift = (before - score) * exponent, factor = exp2_nonpositive(shift);
   float *sum = rows.sum + r * kMaxWidth, *moment = rows.moment + r * kMaxWidth;
-  if (factor != 1.f) {
-    Vec total = load(sum) * factor;
-    if (a.entropy) store(moment, load(moment) * factor + total * (shift < kSmallest ? kSmallest : shift));
-    store(sum, total);
+  for (int k = 0; k < kMaxWidth; k += W) {
+    Vec total = load(sum + k) * factor;
+    if (a.entropy) store(moment + k, load(moment + k) * factor + total * larger(shift, kSmallest));
+    store(sum + k, total);
   }
   return factor;
 }

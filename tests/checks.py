@@ -1,0 +1,72 @@
+"""How results are checked: within budgets that the oracle gives, on problems that hypothesis draws."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from oracle import Case
+from torch import Tensor
+
+ORDERS = 8  # orders of summation in which the formula's own error is taken
+
+
+def drawing(examples: int) -> settings:
+    """Hypothesis' settings. No shrinking: a failing problem is small already, and shrinking one takes minutes."""
+    return settings(
+        deadline=None,
+        max_examples=int(os.environ.get("EXAMPLES", examples)),
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def coarser(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """The dtype whose error is measured for the budget, and its distance: float64's is 2⁻²⁹ of float32's."""
+    return (torch.float32, 2.0**-29) if dtype == torch.float64 else (dtype, 1.0)
+
+
+def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], finer: float, more: float = 0.0) -> None:
+    """`more` is added to the budget."""
+    assert got.shape == right.shape, name
+    unreal = ~right.isfinite()
+    assert torch.equal(got.double()[unreal].nan_to_num(7), right[unreal].nan_to_num(7)), name
+    allowed = oracle.budget(right, low, got.dtype, finer) + more
+    error = (got.detach().double() - right)[~unreal].abs().max().item() if (~unreal).any() else 0.0
+    assert error <= allowed, f"{name}: error {error:.3g} over budget {allowed:.3g}"
+
+
+class Truth:
+    """What the oracle says of a problem, and how far the formula itself is from it in the problem's dtype."""
+
+    def __init__(self, case: Case):
+        dtype, self.finer = coarser(case.query.dtype)
+        self.right = oracle.attend(case)
+        self.low = [oracle.attend(case, dtype, order) for order in range(ORDERS)]
+
+    def check(self, name: str, got: Tensor, of: Callable[[dict[str, Tensor]], Tensor], more: float = 0.0) -> None:
+        """`got` is what `of` makes of the oracle's output, weights, scores, visible, lse."""
+        check_close(name, got, of(self.right), [of(o) for o in self.low], self.finer, more)
+
+    def budget(self, of: Callable[[dict[str, Tensor]], Tensor], dtype: torch.dtype) -> float:
+        return oracle.budget(of(self.right), [of(o) for o in self.low], dtype, self.finer)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same for every dtype but for the rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def operands(
+    b: int = 2, h: int = 6, g: int = 3, i: int = 5, j: int = 7, d: int = 11, e: int = 13, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in which no two dimensions are alike, but for b · g = h."""
+    return tuple(
+        draw(*shape, seed=seed, **options) for seed, shape in enumerate([(b, h, i, d), (b, g, j, d), (b, g, j, e)])
+    )  # type: ignore[return-value]

@@ -1,0 +1,401 @@
+"""What the lens sees, and that nothing changes by it, in models that aren't Hugging Face's."""
+
+import contextlib
+import inspect
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lens.gpt import GPT
+from torch import nn
+
+import einsight as es
+from einsight.lens import Lens
+
+
+def same_with_and_without(model, *inputs, exact=True, **settings):
+    """Outputs, gradients and random state are those of the model alone; returns the lens."""
+
+    def step(context):
+        model.zero_grad()
+        torch.manual_seed(5)
+        with context:
+            output = model(*inputs, **settings)
+            output = output[0] if isinstance(output, tuple) else output
+            if output.requires_grad:
+                output.square().sum().backward()
+        return [output, *(p.grad.clone() for p in model.parameters() if p.grad is not None)], torch.get_rng_state()
+
+    plain, state = step(contextlib.nullcontext())
+    lens = Lens(model)
+    seen, state_seen = step(lens)
+    assert torch.equal(state, state_seen)
+    for a, b in zip(plain, seen, strict=True):
+        torch.testing.assert_close(a, b) if not exact else None
+        assert not exact or torch.equal(a, b)
+    return lens
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "einsight"])
+@pytest.mark.parametrize("training", [True, False])
+def test_hand_written_gpt(kind, training):
+    model = GPT(kind).train(training)
+    lens = same_with_and_without(model, torch.randint(0, 17, (2, 9)))
+    assert lens.names == ("blocks.0.attention", "blocks.1.attention", "blocks.2.attention")
+    assert lens["blocks.1.attention"].index == 1
+    assert lens[1].module is model.blocks[1].attention
+    torch.testing.assert_close(lens[1].weights.dense(), model.blocks[1].attention.weights())
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("masks", ["none", "padding", "causal", "float", "per head", "both"])
+def test_multihead_attention(need_weights, batch_first, masks):
+    layer = nn.MultiheadAttention(12, 3, dropout=0.1, batch_first=batch_first).train()
+    x = torch.randn((2, 7, 12) if batch_first else (7, 2, 12))
+    causal = torch.triu(torch.ones(7, 7, dtype=torch.bool), 1)
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    settings = {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "causal": {"attn_mask": causal},
+        "float": {"attn_mask": torch.randn(7, 7)},
+        "per head": {"attn_mask": torch.randn(6, 7, 7)},
+        "both": {"attn_mask": causal, "key_padding_mask": padding},
+    }[masks]
+    lens = same_with_and_without(layer, x, x, x, need_weights=need_weights, **settings)
+    with torch.no_grad():
+        _, weights = layer.eval()(x, x, x, need_weights=True, average_attn_weights=False, **settings)
+    torch.testing.assert_close(lens[0].weights.dense(), weights, atol=1e-6, rtol=1e-5)
+
+
+def test_multihead_attention_unbatched_and_cross():
+    layer = nn.MultiheadAttention(12, 3, kdim=8, vdim=10)
+    query, key, value = torch.randn(5, 12), torch.randn(7, 8), torch.randn(7, 10)
+    for need_weights in (True, False):
+        lens = same_with_and_without(layer, query, key, value, need_weights=need_weights)
+        assert (len(lens), len(lens.cross)) == (0, 1)
+        _, weights = layer(query, key, value, average_attn_weights=False)
+        torch.testing.assert_close(lens.cross[0].weights.dense()[0], weights)
+
+
+def test_extra_keys_of_multihead_attention():
+    layer = nn.MultiheadAttention(12, 3, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+    x = torch.randn(2, 5, 12)
+    lens = same_with_and_without(layer, x, x, x)
+    _, weights = layer(x, x, x, average_attn_weights=False)
+    assert weights.shape[-1] == 7
+    torch.testing.assert_close(lens[0].weights.dense(), weights)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer_encoder(training):
+    layer = nn.TransformerEncoderLayer(16, 4, 20, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    lens = same_with_and_without(model, torch.randn(2, 6, 16), src_key_padding_mask=padding)
+    assert lens.names == ("layers.0.self_attn", "layers.1.self_attn")
+    assert torch.equal(lens[0].weights.dense()[1, ..., 4:], torch.zeros(4, 6, 2))
+
+
+def test_inference_fast_path_agrees_off_padding():
+    layer = nn.TransformerEncoderLayer(16, 4, 20, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        plain = model(x, src_key_padding_mask=padding)
+        with Lens(model) as lens:
+            seen = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(plain[~padding], seen[~padding])
+    assert len(lens) == 2
+
+
+def test_transformer_with_a_decoder():
+    model = nn.Transformer(16, 4, 2, 2, 20, batch_first=True)
+    lens = same_with_and_without(model, torch.randn(2, 6, 16), torch.randn(2, 5, 16))
+    assert (len(lens), len(lens.cross)) == (4, 2)
+    assert lens.cross[1].name == "decoder.layers.1.multihead_attn"
+    assert lens.cross[1].weights.shape == (2, 4, 5, 6)
+
+
+def test_any_number_of_dimensions():
+    class Model(nn.Module):
+        def forward(self, *tensors):
+            return F.scaled_dot_product_attention(*tensors)
+
+    for shape in [(5, 4), (3, 5, 4), (2, 3, 5, 4), (2, 2, 3, 5, 4)]:
+        q, k, v = (torch.randn(shape) for _ in range(3))
+        mask = torch.rand(*shape[:-2], 5, 5) > 0.3
+        mask[..., 0] = True
+        with Lens(Model()) as lens:
+            output = lens.model(q, k, v, mask)
+        weights = torch.softmax((q @ k.mT / 2).masked_fill(~mask, -torch.inf), -1)
+        torch.testing.assert_close(weights @ v, output)
+        torch.testing.assert_close(lens[0].weights.dense().reshape(weights.shape), weights)
+
+
+def test_repeated_heads_are_kept_once():
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            k, v = (t.repeat_interleave(3, 1) for t in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    with Lens(Model(), values=True) as lens:
+        lens.model(q, k, v)
+    assert torch.equal(lens[0].key, k) and torch.equal(lens[0].value, v)
+    assert lens[0].key.untyped_storage().nbytes() == k.untyped_storage().nbytes()
+    torch.testing.assert_close(lens[0].weights.dense(), es.AttentionWeights(q, k, es.causal()).dense())
+
+
+def test_values_only_when_asked_for():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
+    with Lens(model) as lens, Lens(model, values=True, keep_on="cpu") as other:
+        model(ids)
+    assert lens[0].value is None
+    assert other[0].value.shape == (1, 2, 4, 8)
+
+
+def test_layers_chosen():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
+    with Lens(model, layers=range(0, 3, 2)) as lens:
+        model(ids)
+    assert [call.index for call in lens] == [0, 2]
+    assert len(lens) == 3
+    with pytest.raises(LookupError, match=r"layer 1 was not kept: .* layers=range\(0, 3, 2\)"):
+        lens[1]
+
+
+def test_readouts_on_the_way_keep_nothing_else():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (2, 6))
+    with Lens(model, readouts={"recv": es.Received(queries=slice(-2, None)), "top": es.TopK(2)}) as lens:
+        model(ids)
+    with Lens(model) as kept:
+        model(ids)
+    assert lens[1].query.numel() == lens[1].key.numel() == 0
+    assert torch.equal(lens[1].results["recv"], kept[1].weights.received(queries=slice(-2, None)))
+    assert torch.equal(lens[1].results["top"].indices, kept[1].weights.topk(2).indices)
+    with pytest.raises(LookupError, match="keeps only results"):
+        lens.heads(ids)
+
+
+def test_on_call_runs_before_the_layer_returns():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 5))
+    order = []
+    for block in model.blocks:
+        block.attention.output.register_forward_pre_hook(lambda *_: order.append("output"))
+    calls = []
+
+    def look(call):
+        order.append("call")
+        calls.append((call.index, call.name, call.module, call.query.shape, call.value.shape, call.mask, call.results))
+
+    with Lens(model, readouts=es.Entropy(), on_call=look):
+        model(ids)
+    assert order == ["call", "output"] * 3
+    index, name, module, query, value, mask, results = calls[2]
+    assert (index, name, module) == (2, "blocks.2.attention", model.blocks[2].attention)
+    assert query == value == (1, 2, 5, 8)
+    assert torch.equal(mask.dense(5, 5), torch.ones(5, 5).tril().bool())
+    assert results.shape == (1, 2, 5)
+
+
+def test_several_passes():
+    model = GPT("sdpa")
+    a, b = torch.randint(0, 17, (1, 5)), torch.randint(0, 17, (1, 7))
+    with Lens(model) as lens:
+        model(a)
+        model(b)
+    assert [call.query.shape[2] for call in lens.passes(0)] == [5, 7]
+    assert lens[0].weights.shape == (1, 2, 7, 7)
+    assert len(lens) == 3
+
+
+def test_a_module_used_twice_is_two_layers():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = GPT("sdpa").blocks[0]
+
+        def forward(self, x):
+            return self.inner(self.inner(x))
+
+    model = Twice()
+    with Lens(model) as lens:
+        model(torch.randn(1, 5, 16))
+        model(torch.randn(1, 5, 16))
+    assert lens.names == ("inner.attention", "inner.attention (2)")
+    assert len(lens.passes(1)) == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_calls_count_once(reentrant):
+    model = GPT("sdpa", checkpoint=reentrant).train()
+    x = torch.randint(0, 17, (2, 6))
+    lens = same_with_and_without(model, x)
+    assert len(lens) == 3
+    assert [len(lens.passes(n)) for n in range(3)] == [1, 1, 1]
+
+
+def test_nested_lenses():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 5))
+    with Lens(model) as outer:
+        with Lens(model, layers=[1]) as inner, Lens(model.blocks[2]) as part:
+            model(ids)
+        model(ids[:, :3])
+    assert [call.query.shape[2] for call in outer.passes(1)] == [5, 3]
+    assert [call.query.shape[2] for call in inner.passes(1)] == [5]
+    assert part.names == ("attention",)
+
+
+def test_another_models_calls_are_not_ours():
+    model, other, ids = GPT("sdpa"), GPT("sdpa"), torch.randint(0, 17, (1, 5))
+    with Lens(model) as lens, Lens(other) as second:
+        model(ids)
+    with pytest.raises(LookupError, match="saw no call"):
+        second[0]
+    assert len(lens) == 3
+
+
+test_another_models_calls_are_not_ours = pytest.mark.filterwarnings("ignore:the lens saw no call")(
+    test_another_models_calls_are_not_ours
+)
+
+
+def test_two_threads():
+    model = GPT("sdpa").eval()
+    inputs = [torch.randint(0, 17, (1, n)) for n in (4, 6)]
+    found, barrier = {}, threading.Barrier(2)
+
+    def work(ids):
+        with torch.no_grad(), Lens(model) as lens:
+            barrier.wait()
+            for _ in range(20):
+                model(ids)
+            barrier.wait()
+        found[ids.shape[1]] = {call.query.shape[2] for call in lens.passes(2)}, len(lens.passes(2)), len(lens)
+
+    threads = [threading.Thread(target=work, args=(ids,)) for ids in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {4: ({4}, 20, 3), 6: ({6}, 20, 3)}
+
+
+def test_an_exception_leaves_no_trace():
+    from torch.overrides import _get_current_function_mode_stack
+
+    model = GPT("sdpa")
+
+    def fail(call):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"), Lens(model, on_call=fail):
+        model(torch.randint(0, 17, (1, 5)))
+    assert _get_current_function_mode_stack() == []
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    with Lens(model) as lens:
+        model(torch.randint(0, 17, (1, 5)))
+    assert len(lens) == 3
+
+
+def test_never_silently_empty():
+    class BloomAttention(nn.Module):
+        def forward(self, x):
+            return torch.softmax(x @ x.mT, -1) @ x
+
+    model = nn.Sequential(BloomAttention(), BloomAttention())
+    with pytest.warns(UserWarning, match=r"saw no call of attention. These modules look like it: 0 \(BloomAttention\)"):
+        with Lens(model) as lens:
+            model(torch.randn(1, 3, 4))
+    with pytest.raises(LookupError, match=r"Ways out: .* call lens\.record"):
+        lens[0]
+
+
+def test_record_attention_written_by_hand():
+    class Attention(nn.Module):
+        lens = None
+
+        def forward(self, x):
+            x = x[:, None]
+            if self.lens is not None:
+                self.lens.record(x, x, x, es.causal(), scale=1.0, name="by hand")
+            return torch.softmax((x @ x.mT).masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf), -1) @ x
+
+    model = Attention()
+    with Lens(model) as lens:
+        model.lens = lens
+        x = torch.randn(2, 3, 4)
+        output = model(x)
+    torch.testing.assert_close(lens["by hand"].weights.dense() @ x[:, None], output)
+    with Lens(model) as lens, pytest.raises(ValueError, match="offset is needed"):
+        lens.record(torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4), mask=es.causal())
+
+
+test_record_attention_written_by_hand = pytest.mark.filterwarnings("ignore:the lens saw no call")(
+    test_record_attention_written_by_hand
+)
+
+
+def test_refusals():
+    model = GPT("sdpa")
+    bare = inspect.unwrap(Lens.__init__)  # without the check of types that the tests wrap around it
+    for arguments, said in [
+        (("gpt2",), r"model must be a torch\.nn\.Module, not str"),
+        ((model, 3), "layers must be a range, list or set of layer numbers, not 3"),
+        ((model, "3"), "layers must be a range, list or set of layer numbers, not '3'"),
+    ]:
+        with pytest.raises(TypeError, match=said):
+            bare(object.__new__(Lens), arguments[0], layers=[*arguments, None][1])
+    with pytest.raises(TypeError, match="on_call must be a function of a Call, not 1"):
+        bare(object.__new__(Lens), model, on_call=1)
+    with Lens(model) as lens:
+        model(torch.randint(0, 17, (1, 5)))
+    with pytest.raises(IndexError, match="layer 3 is out of range: the lens saw 3 self-attention layers"):
+        lens[3]
+    with pytest.raises(IndexError, match="layer 0 is out of range: the lens saw 0 cross-attention layers"):
+        lens.cross[0]
+    with pytest.raises(KeyError, match=r"no layer 'x' was kept; there are blocks\.0\.attention"):
+        lens["x"]
+
+
+COMPILED = """
+import warnings, torch, einsight.lens
+from lens.gpt import GPT
+from einsight.lens import Lens
+torch.manual_seed(0)
+model = GPT("sdpa").eval()
+compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+ids = torch.randint(0, 17, (2, 9))
+plain = compiled(ids)
+plain.square().sum().backward()
+gradient = model.embed.weight.grad.clone()
+for round in range(10):
+    model.zero_grad()
+    with Lens(compiled) as lens:
+        for _ in range(3):
+            seen = compiled(ids)
+    seen.square().sum().backward()
+    assert torch.equal(plain, seen)
+    assert torch.equal(gradient, model.embed.weight.grad)
+    assert lens.names == tuple(f"blocks.{n}.attention" for n in range(3)), lens.names
+    assert [len(lens.passes(n)) for n in range(3)] == [3, 3, 3]
+    assert lens[1].module is model.blocks[1].attention
+    torch.testing.assert_close(lens[1].weights.dense(), model.blocks[1].attention.weights(), atol=1e-5, rtol=1e-4)
+assert torch.equal(compiled(ids), plain)
+"""
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled(backend):
+    """In a process of its own: shapes checked by a wrapper around every function can't be compiled."""
+    code = COMPILED.replace("BACKEND", repr(backend))
+    ran = subprocess.run([sys.executable, "-c", code], cwd="tests", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
