@@ -31,7 +31,7 @@ import einsight as es
 class Settings:
     """One training run; two runs with the same settings on the same machine are the same to the last bit."""
 
-    steps: int = 1200
+    steps: int = 600
     batch: int = 16
     length: int = 256
     width: int = 160

@@ -71,12 +71,12 @@ def test_says_what_matters(example: ModuleType, tmp_path: Path, capsys: pytest.C
 def test_learns(example: ModuleType, tmp_path: Path) -> None:
     settings = example.Settings(**{**TINY, "steps": 40})
     model = example.train(settings, tmp_path)
-    learnt, judged = example.text()
+    judged = example.text()[1]
     torch.manual_seed(0)
     untrained = example.es.nn.Decoder(settings.config())
     before = example.validation_loss(untrained, judged, 17)
     assert abs(before - math.log(256)) < 0.1
-    assert example.validation_loss(model, judged, 17) < before - 1
+    assert example.validation_loss(model, judged, 17) < before - 0.5
 
 
 def test_bigram(example: ModuleType) -> None:
