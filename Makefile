@@ -13,7 +13,7 @@ test: .venv/installed model
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Quick when the model is there already.
 model: .venv/installed

@@ -3,6 +3,7 @@
 python benchmarks/look.py [tokens]
 """
 
+import pathlib
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ def text(tokens: int) -> str:
     from einsight.models import load
 
     _, tokenizer = load()
-    passage = open("examples/passage.txt").read()
+    passage = pathlib.Path("examples/passage.txt").read_text()
     ids = tokenizer(passage * (tokens // 100))["input_ids"][:tokens]
     return tokenizer.decode(ids)
 
@@ -24,7 +25,7 @@ def plain(path: str) -> None:
     from einsight.models import load
 
     model, tokenizer = load()
-    ids = tokenizer(open(path).read(), return_tensors="pt")["input_ids"]
+    ids = tokenizer(pathlib.Path(path).read_text(), return_tensors="pt")["input_ids"]
     start = time.perf_counter()
     with torch.inference_mode():
         model(ids)
@@ -32,8 +33,6 @@ def plain(path: str) -> None:
 
 
 def look(path: str) -> None:
-    import pathlib
-
     from einsight import look as command
     from einsight.models import load
 
@@ -50,7 +49,6 @@ def report(start: float) -> None:
 
 
 def main(tokens: int) -> None:
-    import pathlib
     import statistics
     import tempfile
 

@@ -247,15 +247,15 @@ def readouts_for(case: Case, draw: Any) -> dict[str, tuple[es.Readout, Any]]:
         "entropy": (es.Entropy(), lambda o: oracle.entropy(o["weights"])),
         "received": (es.Received(), lambda o: received(o, slice(None), False, False)),
         "received mean": (es.Received(mean=True), lambda o: received(o, slice(None), True, False)),
-        "received some": (es.Received(queries=some, mean=True, per_group=True), lambda o: received(o, some, True, True)),
+        "received some": (es.Received(queries=some, mean=True, per_group=True), lambda o: received(o, some, True, True)),  # noqa: E501
         "top": (es.TopK(k), lambda o: oracle.topk(o["weights"], o["visible"], k)),
         "top some": (
             es.TopK(k, queries=some),
             lambda o: oracle.topk(o["weights"][:, :, some], o["visible"][:, :, some], k),
         ),
-        "share": (es.Share(es.window(2, 1)), lambda o: (o["weights"] * ((torch.arange(j) >= p - 2) & (torch.arange(j) <= p + 1))).sum(-1)),
-        "mass ids": (es.Mass(ids, 4), lambda o: o["weights"] @ (ids[:, None, :, None] == torch.arange(4)).to(o["weights"].dtype)),
-        "mass matrix": (es.Mass(matrix, queries=some), lambda o: o["weights"][:, :, some] @ matrix.to(o["weights"].dtype)),
+        "share": (es.Share(es.window(2, 1)), lambda o: (o["weights"] * ((torch.arange(j) >= p - 2) & (torch.arange(j) <= p + 1))).sum(-1)),  # noqa: E501
+        "mass ids": (es.Mass(ids, 4), lambda o: o["weights"] @ (ids[:, None, :, None] == torch.arange(4)).to(o["weights"].dtype)),  # noqa: E501
+        "mass matrix": (es.Mass(matrix, queries=some), lambda o: o["weights"][:, :, some] @ matrix.to(o["weights"].dtype)),  # noqa: E501
         "rows": (es.Rows(some), lambda o: o["weights"][:, :, some]),
         "diagonal": (es.Diagonal(shift), diagonal),
         "distance": (es.Distance(), lambda o: (o["weights"] * away).sum(-1)),

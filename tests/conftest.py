@@ -1,9 +1,20 @@
 """Shapes written in signatures are checked on every call of the test-suite."""
 
-import pytest
-from jaxtyping import install_import_hook
+from collections.abc import Iterator
 
-install_import_hook("einsight", "typechecking.check")
+import jaxtyping
+import pytest
+
+jaxtyping.install_import_hook("einsight", "typechecking.check")
+
+
+@pytest.fixture
+def without_shape_checks() -> Iterator[None]:
+    """For the package's own refusals, which the check would come before."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")

@@ -145,11 +145,13 @@ def pool(weights: Tensor, block: int) -> Tensor:
 def budget(reference: Tensor, low: list[Tensor], result_dtype: torch.dtype, finer: float = 1.0) -> float:
     """Twice the formula's own error in a dtype, over several orders of summation, plus one rounding of the result.
 
-    `finer` scales the formula's error when it was computed in a coarser dtype than the one on trial.
+    `finer` scales the formula's error when it was computed in a coarser dtype than the one on trial: float64, in which
+    the oracle errs itself as much as the formula does, so that two results may lie three such errors apart.
     """
     if reference.numel() == 0:
         return 0.0
     finite = reference.isfinite()
     size = reference[finite].abs().max().item() if finite.any() else 0.0
     error = max((x.double() - reference)[finite].abs().max().item() if finite.any() else 0.0 for x in low)
-    return 2 * (error * finer + torch.finfo(result_dtype).eps * size)
+    rounding = torch.finfo(result_dtype).eps * size
+    return 2 * (error + rounding) if finer == 1 else 3 * error * finer + 2 * rounding

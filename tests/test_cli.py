@@ -118,3 +118,9 @@ def test_without_the_extra(monkeypatch, run):
     monkeypatch.setitem(sys.modules, "typer", None)
     code, _, err = run("look", "text")
     assert (code, err) == (2, 'einsight: typer is not installed: pip install "einsight[look]"\n')
+
+
+def test_bench_names_its_groups(run):
+    code, _, err = run("bench", "forwards")
+    assert code == 2
+    assert "no group 'forwards'; there are forward, readouts, dense" in err

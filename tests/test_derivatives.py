@@ -231,11 +231,17 @@ def test_func_of_what_a_function_captures(whole: str) -> None:
 def test_func_of_a_mask(whole: str) -> None:
     query, key, value = (t.detach() for t in small())
     masks = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(0)) > 0.4
+    for make, stacked in (
+        (es.allow, masks),
+        (lambda keep: es.padding(keep[None]), masks[:, 0]),
+        (es.lengths, torch.tensor([[2], [0], [5]])),
+        (lambda ids: es.same(ids, torch.tensor([0, 1, 1, 2, 0])), torch.tensor([[0, 1, 1], [2, 2, 0]])),
+    ):
 
-    def call(seen: Tensor) -> Tensor:
-        return es.attention(query, key, value, es.allow(seen), engine=whole)
+        def call(given: Tensor, make: Callable[[Tensor], es.Mask] = make) -> Tensor:
+            return es.attention(query, key, value, make(given), engine=whole)
 
-    torch.testing.assert_close(torch.func.vmap(call)(masks), torch.stack([call(m) for m in masks]))
+        torch.testing.assert_close(torch.func.vmap(call)(stacked), torch.stack([call(m) for m in stacked]))
 
 
 @forward_mode

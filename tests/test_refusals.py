@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from checks import operands
 
 import einsight as es
+from einsight.engines import native
 
 q, k, v = operands()  # b = 2, h = 6, g = 3, i = 5, j = 7, d = 11, e = 13
 W = es.AttentionWeights(q, k)
 
 
 @pytest.fixture(autouse=True)
-def without_the_test_suites_own_check_of_shapes() -> Iterator[None]:
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+def without_a_compiled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which engines can do what another can't is said in the same words wherever the suite runs."""
+    monkeypatch.setattr(native, "kernel", None)
+
+
+pytestmark = pytest.mark.usefixtures("without_shape_checks")
 
 
 def attention(*changed: Any, **settings: Any) -> Any:
@@ -424,7 +425,7 @@ REFUSALS: dict[str, Refusal] = {
     # engines
     "unknown engine": (
         lambda: attention(engine="cudnn"), ValueError,
-        "engine must be 'auto' or one of 'torch_sdpa', 'stream', 'reference', not 'cudnn'",
+        "engine must be 'auto' or one of 'native', 'torch_sdpa', 'stream', 'reference', not 'cudnn'",
     ),
     "unknown engine for the operator": (
         lambda: es.AttentionWeights(q, k, engine="cudnn"), ValueError, "engine must be 'auto' or one of"

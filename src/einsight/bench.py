@@ -40,6 +40,7 @@ SHAPES: tuple[Shape, ...] = (
     (8, 12, 128, 64),
     (1, 9, 777, 96),
 )
+GROUPS = ("forward", "readouts", "dense", "window", "decode", "dtypes", "biases", "tiny")
 READOUTS = (LogSumExp(), MaxScore(), Entropy(), Received())
 
 
@@ -75,7 +76,7 @@ def bench(
     """Run the benchmarks, print a table (or JSON lines) to `out`, and return its rows.
 
     Arguments:
-        groups: some of forward, readouts, dense, window, decode, dtypes, biases, tiny; all by default.
+        groups: some of `GROUPS`; all by default.
         seconds: how long each case is repeated.
         flex: compile and time flex_attention too (the first call of each shape takes a while).
         json: one JSON object per row in place of the table.

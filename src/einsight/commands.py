@@ -12,11 +12,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    pass  # keeps `look` a subcommand while it is the only one
-
-
 @app.command()
 def look(
     text: Annotated[str | None, typer.Argument(help="The text; without it and --file, standard input.")] = None,
@@ -29,3 +24,21 @@ def look(
     from einsight.look import look
 
     look(text, file, model, by, truncate)
+
+
+@app.command()
+def bench(
+    groups: Annotated[
+        list[str] | None,
+        typer.Argument(help="forward, readouts, dense, window, decode, dtypes, biases, tiny; all without."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per row in place of the table.")] = False,
+) -> None:
+    """Time the engines beside PyTorch's own, in one run."""
+    from einsight.bench import GROUPS, bench
+
+    unknown = [group for group in groups or () if group not in GROUPS]
+    if unknown:
+        typer.echo(f"einsight bench: no group {unknown[0]!r}; there are {', '.join(GROUPS)}", err=True)
+        raise typer.Exit(2)
+    bench(groups or None, json=json)

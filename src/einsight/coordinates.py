@@ -7,6 +7,7 @@ tensors as they were given, so that a rule stays right when heads or queries wer
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,9 +47,16 @@ def along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     return tensor.index_select(dim, axis.to(tensor.device))
 
 
+def as_int(n: object) -> object:
+    """NumPy's integers and int tensors without dimensions as ints; anything else as it is."""
+    is_number = n.ndim == 0 and not n.dtype.is_floating_point if isinstance(n, Tensor) else hasattr(n, "__index__")
+    return operator.index(n) if is_number and not isinstance(n, bool) else n  # type: ignore[arg-type]
+
+
 def as_axis(chosen: object, size: int, what: str) -> Axis:
     """Numbers chosen by the user (an int, a slice, a range, a list or an int tensor; negative ones count from
     the end) as an axis; refuses what is out of range, not an integer, or named twice."""
+    chosen = [as_int(n) for n in chosen] if isinstance(chosen, list | tuple) else as_int(chosen)
     if isinstance(chosen, bool) or not isinstance(chosen, int | slice | range | Sequence | Tensor):
         raise TypeError(f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {chosen!r}")
     if isinstance(chosen, slice):

@@ -61,22 +61,28 @@ def read(text: str | None, file: Path | None) -> str:
     """The text, from wherever it was given."""
     if text is not None and file is not None:
         refuse("give a text or --file, not both")
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            refuse(f"--file {file}: no such file")
-        except OSError as error:
-            refuse(f"--file {file}: {error.strerror}")
-        except UnicodeDecodeError:
-            refuse(f"--file {file}: not a text in UTF-8")
-    elif text is None:
-        if sys.stdin.isatty():
-            refuse('no text: give it as an argument, with --file PATH, or on standard input; einsight look "some text"')
-        text = sys.stdin.read()
+    if text is None:
+        text = from_file(file) if file is not None else from_standard_input()
     if not text.strip():
         refuse("the text is empty")
     return text
+
+
+def from_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        refuse(f"--file {file}: no such file")
+    except OSError as error:
+        refuse(f"--file {file}: {error.strerror}")
+    except UnicodeDecodeError:
+        refuse(f"--file {file}: not a text in UTF-8")
+
+
+def from_standard_input() -> str:
+    if sys.stdin.isatty():
+        refuse('no text: give it as an argument, with --file PATH, or on standard input; einsight look "some text"')
+    return sys.stdin.read()
 
 
 def loaded(name: str | None) -> tuple[Any, Any]:

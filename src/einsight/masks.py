@@ -237,12 +237,10 @@ class _Window(Mask):
         return lo, hi, True
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
-        if self.left is None and self.right is None:
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=at.device)
-        if self.left is None:
-            return at.j <= at.p + self.right
-        after = at.j >= at.p - self.left
-        return after if self.right is None else after & (at.j <= at.p + self.right)
+        allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=at.device)
+        if self.left is not None:
+            allowed = at.j >= at.p - self.left
+        return allowed if self.right is None else allowed & (at.j <= at.p + self.right)
 
     def __repr__(self) -> str:
         return "causal()" if (self.left, self.right) == (None, 0) else f"window({self.left}, {self.right})"

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 def from_hub(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     try:
@@ -133,7 +133,7 @@ def from_hub(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ) from error
 
 
-def pretrained(source: str, **settings: object) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def pretrained(source: str, **settings: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,7 +192,7 @@ def convert(gguf: Path, target: Path) -> Path:
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
-    settings = {"dtype": torch.float32}
+    settings: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # versions that would otherwise keep the weights packed
         settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, **settings)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
@@ -105,7 +106,7 @@ class Problem:
         # torch.compile can't look there, and doesn't compile what torch.func transforms from outside.
         if torch.compiler.is_compiling():
             return False
-        return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+        return maybe_current_level() is not None or forward_ad._current_level >= 0
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -281,7 +282,7 @@ def pose(
         _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
         mask,
         None if softcap is None else _softcap(softcap),
-        score_mod,
+        score_mod,  # type: ignore[arg-type]
         bias,
         None if sink is None else _sink(sink, query, given),
         _dropout(dropout),

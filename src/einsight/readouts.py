@@ -16,6 +16,7 @@ import torch
 from einops import reduce
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.nn.functional import pad
 
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
@@ -158,7 +159,9 @@ class Entropy(Readout):
         # −ln w = log_sum − (score − shift), both terms ≥ 0 but for the sink: nothing cancels. A key so far
         # below that it weighs nothing is held at a finite depth, or its −∞ would meet the weight 0.
         depth = (x.scores - x.shift.unsqueeze(-1)).clamp_min_(-1e4)
-        return x.weights.sum(-1) * x.log_sum - (depth * x.weights).sum(-1)
+        # In place where no derivative needs the factors: a block takes megabytes.
+        lost = depth * x.weights if depth.requires_grad or x.weights.requires_grad else depth.mul_(x.weights)
+        return x.weights.sum(-1) * x.log_sum - lost.sum(-1)
 
 
 class Received(_Chosen):
@@ -219,7 +222,7 @@ class TopK(_Chosen):
         hidden = ~x.seen.expand(x.at.shape)
         # −1 sorts behind every weight, so hidden keys come last, also behind visible ones of weight 0.
         marked = x.weights.detach().masked_fill(hidden, -1)
-        if torch._C._functorch.maybe_current_level() is None:
+        if maybe_current_level() is None:
             index = _largest(marked, self.k)
         else:  # torch.func can't branch on a value
             index = marked.sort(dim=-1, descending=True, stable=True)[1][..., : self.k]
@@ -374,6 +377,7 @@ class Pool(Readout):
     weight on the block's keys: [b, h, ⌈i / block⌉, ⌈j / block⌉]."""
 
     adds = True
+    _queries = 0  # how many the problem has
 
     def __init__(self, block: int):
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from einsight.biases import Bias
-from einsight.coordinates import Axis, as_axis
+from einsight.coordinates import Axis, as_axis, as_int
 from einsight.engines import choose
 from einsight.engines.products import weighted
 from einsight.functional import unpack
@@ -209,7 +209,7 @@ class AttentionWeights:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Indexing reads: `W[0, 3, -1]` is one dense row, `W[:, 3]` a head's matrices. No more is computed."""
-        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(as_int(n) for n in (index if isinstance(index, tuple) else (index,)))
         if Ellipsis in [n for n in index if n is Ellipsis]:
             at = [n is Ellipsis for n in index].index(True)
             index = (*index[:at], *[slice(None)] * (5 - len(index)), *index[at + 1 :])

@@ -179,7 +179,8 @@ def test_readouts_on_the_way_keep_nothing_else():
     with Lens(model) as kept:
         model(ids)
     assert lens[1].query.numel() == lens[1].key.numel() == 0
-    assert torch.equal(lens[1].results["recv"], kept[1].weights.received(queries=slice(-2, None)))
+    expected = kept[1].weights.received(queries=slice(-2, None))
+    torch.testing.assert_close(lens[1].results["recv"], expected)
     assert torch.equal(lens[1].results["top"].indices, kept[1].weights.topk(2).indices)
     with pytest.raises(LookupError, match="keeps only results"):
         lens.heads(ids)
@@ -312,9 +313,9 @@ def test_never_silently_empty():
             return torch.softmax(x @ x.mT, -1) @ x
 
     model = nn.Sequential(BloomAttention(), BloomAttention())
-    with pytest.warns(UserWarning, match=r"saw no call of attention. These modules look like it: 0 \(BloomAttention\)"):
-        with Lens(model) as lens:
-            model(torch.randn(1, 3, 4))
+    said = r"saw no call of attention\. These modules look like it: 0 \(BloomAttention\)"
+    with pytest.warns(UserWarning, match=said), Lens(model) as lens:
+        model(torch.randn(1, 3, 4))
     with pytest.raises(LookupError, match=r"Ways out: .* call lens\.record"):
         lens[0]
 
@@ -398,4 +399,30 @@ def test_compiled(backend):
     """In a process of its own: shapes checked by a wrapper around every function can't be compiled."""
     code = COMPILED.replace("BACKEND", repr(backend))
     ran = subprocess.run([sys.executable, "-c", code], cwd="tests", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+COMPILED_LLAMA = """
+import torch
+from lens.architectures import build
+from einsight.lens import Lens
+model, inputs = build("llama", "sdpa")
+eager = build("llama", "eager")[0]
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+with torch.no_grad():
+    plain = compiled(**inputs, use_cache=False).logits
+    with Lens(compiled) as lens:
+        seen = compiled(**inputs, use_cache=False).logits
+    weights = eager(**inputs, use_cache=False, output_attentions=True).attentions
+assert torch.equal(plain, seen)
+assert lens.names == ("model.layers.0.self_attn", "model.layers.1.self_attn"), lens.names
+for call, expected in zip(lens, weights, strict=True):
+    assert call.key.shape[1] == 2  # as they are, before they are repeated
+    torch.testing.assert_close(call.weights.dense(), expected, atol=1e-5, rtol=1e-4)
+"""
+
+
+def test_compiled_llama():
+    pytest.importorskip("transformers")
+    ran = subprocess.run([sys.executable, "-c", COMPILED_LLAMA], cwd="tests", capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -31,7 +31,7 @@ class Join:
             else:
                 whole_from = 2 if self.adds else 3
                 piece = _spread(piece, place, shape, whole_from, self.fill)
-                column = part.setdefault(place[:2], [])
+                column = part.setdefault((place[0], place[1]), [])
                 if self.adds and column:
                     column[0] = column[0] + piece
                 else:

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-
 Seen = Bool[Tensor, "n i j"] | None  # None: all are
 
 
@@ -76,7 +75,7 @@ class _Inner(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         a, b, seen = ctx.saved_tensors
         grad = _only(grad, seen)
         return (
@@ -86,7 +85,7 @@ class _Inner(torch.autograd.Function):
         )
 
     @staticmethod
-    def jvp(ctx: Any, a_t: Tensor | None, b_t: Tensor | None, _: None) -> Tensor:
+    def jvp(ctx: Any, a_t: Tensor | None, b_t: Tensor | None, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         a, b, seen = ctx.saved_tensors
         terms = [_Inner.apply(*pair, seen) for pair in ((a_t, b), (a, b_t)) if all(t is not None for t in pair)]
         return sum(terms[1:], terms[0])
@@ -105,7 +104,7 @@ class _Weighted(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         w, x, seen = ctx.saved_tensors
         to_w = None
         if ctx.needs_input_grad[0]:
@@ -120,7 +119,7 @@ class _Weighted(torch.autograd.Function):
         )
 
     @staticmethod
-    def jvp(ctx: Any, w_t: Tensor | None, x_t: Tensor | None, _: None) -> Tensor:
+    def jvp(ctx: Any, w_t: Tensor | None, x_t: Tensor | None, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         w, x, seen = ctx.saved_tensors
         terms = [_Weighted.apply(*pair, seen) for pair in ((w_t, x), (w, x_t)) if all(t is not None for t in pair)]
         return sum(terms[1:], terms[0])

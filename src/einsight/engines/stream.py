@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -58,15 +59,9 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     output = Join(((*sizes[:2], sizes.i, sizes.e),), grad=grad)
     answers = [_Answer(readout, problem) for readout in problem.readouts]
     space = None if grad else _Space(problem, tiles)
-    held, versions = None, problem.versions if grad else ()
-    for tile in tiles:
-        if held != (tile.batch, tile.groups):
-            held = (tile.batch, tile.groups)
-            key, value = _of_groups(problem, problem.key, tile), _of_groups(problem, problem.value, tile)
-            lengths = [t.rows.stop - t.rows.start for t in tiles if (t.batch, t.groups) == held]
-            # Split, not sliced: the backward of a slice fills a whole tensor for each block.
-            rows = iter(problem.query[tile.batch, tile.heads].split(lengths, 2))
-        work = partial(_attend, problem, tile, next(rows), key, value, answers)
+    versions = problem.versions if grad else ()
+    for tile, query, key, value in _with_operands(problem, tiles):
+        work = partial(_attend, problem, tile, query, key, value, answers)
         if grad and len(tiles) > 1:
             work = partial(_if_unchanged, problem, versions, work)
             piece, pieces = checkpoint(work, use_reentrant=False, preserve_rng_state=problem.dropout > 0)
@@ -171,8 +166,20 @@ def _size(tile: _Tile) -> int:
     return items * heads * rows * len(tile.keys)
 
 
-def _of_groups(problem: Problem, x: Tensor | None, tile: _Tile) -> Float[Tensor, "n j d"] | None:
-    return None if x is None else x[tile.batch, tile.groups].to(problem.dtype).flatten(0, 1)
+def _with_operands(problem: Problem, tiles: list[_Tile]) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor | None]]:
+    """Each block with its queries and the keys and values of its groups, which the blocks of a group share."""
+
+    def of_groups(x: Float[Tensor, "b g j d"]) -> Float[Tensor, "n j d"]:
+        return x[first.batch, first.groups].to(problem.dtype).flatten(0, 1)
+
+    for _, shared in groupby(tiles, lambda tile: (tile.batch, tile.groups)):
+        first, *others = shared
+        key, value = of_groups(problem.key), None if problem.value is None else of_groups(problem.value)
+        lengths = [tile.rows.stop - tile.rows.start for tile in (first, *others)]
+        # Split, not sliced: the backward of a slice fills a whole tensor for each block.
+        rows = problem.query[first.batch, first.heads].split(lengths, 2)
+        for tile, query in zip((first, *others), rows, strict=True):
+            yield tile, query, key, value
 
 
 def _attend(
@@ -229,7 +236,7 @@ def _attend(
             if seen is not None and not all_finite(output):
                 output = select_product(kept, value, per_group(seen))
         output = output.view(*shape[:3], value.shape[2]).to(problem.query.dtype)
-    if not answers:
+    if not answers or found is None:
         return output, []
     if seen is None:
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.device)
@@ -264,7 +271,7 @@ def _hide(scores: Tensor, seen: Tensor, tile: _Tile, *, in_place: bool, everywhe
 
 def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
-) -> tuple[Float[Tensor, "b h i j"], tuple[Float[Tensor, "b h i"], ...]]:
+) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
     """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse) if they matter."""
     largest = None
     if problem.readouts or problem.sink is not None or problem.may_be_empty:
@@ -275,7 +282,7 @@ def _softmax(
     else:
         weights = torch.softmax(scores, -1, out=space.weights[: scores.numel()].view(scores.shape))
     if largest is None:
-        return weights, ()
+        return weights, None
     nothing = largest == -torch.inf
     if problem.may_be_empty:
         weights = weights.masked_fill(nothing.unsqueeze(-1), 0)
@@ -322,7 +329,7 @@ class _Answer:
 
     def whole(self) -> Any:
         parts = self.join.whole()
-        if self.queries is not None and not self.readout.adds:
+        if self.queries is not None and self.given is not None and not self.readout.adds:
             order = torch.searchsorted(self.queries, numbers(self.given))
             if not torch.equal(order, torch.arange(len(order))):
                 parts = tuple(part.index_select(2, order.to(part.device)) for part in parts)

@@ -48,7 +48,8 @@ def holds(problem: Problem) -> None:
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"], tuple[Any, ...]]:
     if problem.needs_grad:
         return _Differentiable.apply(problem, problem.query, problem.key, problem.value), ()
-    return _careful(problem, _kernel(problem, problem.query, problem.key, problem.value)), ()
+    value: Any = problem.value  # there is one: `refuses` saw to it
+    return _careful(problem, _kernel(problem, problem.query, problem.key, value)), ()
 
 
 def _is_causal(problem: Problem) -> bool | None:
@@ -85,7 +86,10 @@ def _careful(problem: Problem, output: Float[Tensor, "b h i e"]) -> Float[Tensor
         # Queries that don't see these values get the very bits that they get when all is finite.
         output = _kernel(problem, problem.query, problem.key, problem.value.masked_fill(unsound, 0))
     right = _sound(output) & ~_meets(problem, unsound.any(-1))
-    return output if bool(right.all()) else output.where(right.unsqueeze(-1), stream.run(problem)[0])
+    if bool(right.all()):
+        return output
+    mended: Any = stream.run(problem)[0]
+    return output.where(right.unsqueeze(-1), mended)
 
 
 def _sound(output: Float[Tensor, "b h i e"]) -> Bool[Tensor, "b h i"]:
@@ -116,7 +120,7 @@ class _Differentiable(torch.autograd.Function):
         return output if ctx.sound else _careful(problem, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise RuntimeError("torch_sdpa has no second derivatives; ask for engine='stream' or 'reference'")
         wanted = [t for t in ctx.inputs if t.requires_grad]
@@ -126,7 +130,7 @@ class _Differentiable(torch.autograd.Function):
         if not ctx.sound or not all(bool(g.isfinite().all()) for g in grads):
             query, key, value = ctx.inputs
             with torch.enable_grad():
-                output = stream.run(replace(ctx.problem, query=query, key=key, value=value))[0]
+                output: Any = stream.run(replace(ctx.problem, query=query, key=key, value=value))[0]
             grads = torch.autograd.grad(output, wanted, grad)
         found = iter(grads)
         return None, *(next(found) if t.requires_grad else None for t in ctx.inputs)

@@ -12,7 +12,6 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-
 # Methods of Tensor that are written in Python call super(), which the compiler can't follow from within a function
 # mode; by their names it knows them.
 METHODS = frozenset(name for name, method in vars(Tensor).items() if isinstance(method, FunctionType))
@@ -64,8 +63,8 @@ def where() -> str:
     while frame is not None:
         if stack := getattr(frame, "nn_module_stack", None):
             name = next(reversed(stack.values()))[0]
-            # Such as L['self'].layers.0, or with the names of containers spelt out: ._modules['layers'].
+            # Such as L['self'].layers.0 or L['args'][0].layers.0, or with the names of containers spelt out: ._modules['layers'].
             name = re.sub(r"\._modules\['(\w+)'\]", r".\1", name)
-            return re.sub(r"^L\['\w+'\]\.?", "", name)
+            return re.sub(r"^L\['\w+'\](\[\d+\])*\.?", "", name)
         frame = getattr(frame, "parent", None)
     return ""

@@ -81,7 +81,7 @@ class Heads:
             ImportError: pandas is not installed.
         """
         try:
-            import pandas
+            import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install pandas; to_dict() needs nothing") from error
         return pandas.DataFrame(self.to_dict())
@@ -250,7 +250,7 @@ class _Sequence:
         return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
 
 
-def _real(real: Bool[Tensor, "b n"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
+def _real(real: Bool[Tensor, "b m"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
     """The places of an item's tokens that aren't padding."""
     if real is not None:
         return real[item, :i].nonzero().flatten().cpu()

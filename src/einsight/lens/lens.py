@@ -34,8 +34,8 @@ class Lens:
     are without the lens. (An exception: PyTorch's fused inference path of `nn.TransformerEncoderLayer` and
     `nn.MultiheadAttention` is off in a lens; what isn't padding agrees to rounding.) Seen are PyTorch's
     `scaled_dot_product_attention`, `einsight.attention`, `nn.MultiheadAttention`, and the attention functions of
-    Hugging Face's models, in eager and in compiled code; not seen are other threads, TorchScript and direct calls
-    of `torch.ops.aten`.
+    Hugging Face's models; PyTorch's also in compiled code (the model is compiled once more for it). Not seen are
+    other threads, TorchScript, direct calls of `torch.ops.aten`, and `einsight.attention` in compiled code.
 
     Arguments:
         model: the module to look into.
@@ -271,9 +271,10 @@ class Lens:
             "the lens saw no call of attention. "
             + (f"These modules look like it: {listed}. " if alike else "No module looks like attention. ")
             + "Either the model was not run in the lens, or it computes attention in a way that can't be seen: by "
-            "hand (as Bloom and Longformer do), in another thread, in TorchScript, or through torch.ops.aten. Ways out: "
-            'load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or einsight.attention '
-            "in its code; or call lens.record(query, key, value, mask, name=…) there"
+            "hand (as Bloom and Longformer do), in another thread, in TorchScript, through torch.ops.aten, or by "
+            "einsight.attention in compiled code. "
+            'Ways out: load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or '
+            "einsight.attention in its code; or call lens.record(query, key, value, mask, name=…) there"
         )
 
 

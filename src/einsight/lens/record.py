@@ -54,8 +54,10 @@ class Record:
         self.keep_on = keep_on
         self.template = replace(call, value=None)
         width, call = _written(call)
-        self.query, self.key = (Growing(self._own(t)) for t in (call.query, call.key))
-        self.value = None if call.value is None else Growing(self._own(call.value))
+        self.query = Growing(self._own(call.query))
+        # A cache may write into these later.
+        self.key = Growing(self._own(call.key, copy=True))
+        self.value = None if call.value is None else Growing(self._own(call.value, copy=True))
         self.template = replace(call, query=self.query.buffer, key=self.key.buffer, value=None)
         self.pieces = [_piece(call, call.offset, width, width)]
         self._call: Call | None = None
@@ -160,26 +162,26 @@ class Record:
             grown.length = min(grown.length, count)
         while self.pieces and self.pieces[-1].offset >= count:
             self.pieces.pop()
-        last = self.pieces[-1]
-        if last.keys > count:
-            gone = last.keys - count
-            self.pieces[-1] = last._replace(
-                rule=Rule(other=_four(_dense(last.rule.mask() or es.causal(), last))[:, :, : last.i - gone, :-gone]),
-                i=last.i - gone,
-                keys=count,
-                width=last.width - gone,
-                bias=None if last.bias is None else last.bias[..., :-gone, :-gone],
+        last, gone = self.pieces[-1], self.pieces[-1].keys - count
+        if gone > 0:
+            mask = last.rule.mask()
+            dense = (
+                torch.ones(1, 1, last.i, last.width, dtype=torch.bool) if mask is None else _four(_dense(mask, last))
             )
+            bias = None if last.bias is None else last.bias[..., : last.i - gone, :-gone]
+            rule, _ = recognise(dense[:, :, : last.i - gone, :-gone], last.i - gone, last.width - gone)
+            self.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
 
     def _grown(self) -> list[Growing]:
         return [grown for grown in (self.query, self.key, self.value) if grown is not None]
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        if self.keep_on is not None:
-            tensor = tensor.to(self.keep_on)
-        # A view would keep all of what it looks into, and change with it: a static cache, packed projections.
+    def _own(self, tensor: Tensor, copy: bool = False) -> Tensor:
+        moved = tensor if self.keep_on is None else tensor.to(self.keep_on)
+        if moved is not tensor:
+            return moved
+        # A view would keep all of what it looks into, such as a projection of queries, keys and values at once.
         whole = tensor.untyped_storage().nbytes()
-        return tensor.clone() if whole > tensor.numel() * tensor.element_size() else tensor
+        return tensor.clone() if copy or whole > tensor.numel() * tensor.element_size() else tensor
 
 
 def _piece(call: Call, offset: Any, keys: int, width: int) -> Piece:
@@ -220,7 +222,7 @@ def _four(tensor: Tensor) -> Tensor:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or torch.equal(a, b))
+    return a.shape == b.shape and ((a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b))
 
 
 def _reordered(new: Tensor, old: Tensor) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from einsight.lens.call import Call
 
 
-def rollout(calls: list[Call], query: object) -> Float[Tensor, "b n j"]:
+def rollout(calls: list[Call], query: Any) -> Float[Tensor, "b n j"]:
     """See `Lens.rollout`."""
     b, _, i, _ = calls[0].query.shape
     if any(call.query.shape[2] != i or call.key.shape[2] != i for call in calls):

@@ -26,7 +26,7 @@ class Rule:
     causal: bool = False
     left: int | None = None
     keep: Bool[Tensor, "b j"] | None = None
-    other: Bool[Tensor, "..."] | es.Mask | None = None
+    other: Bool[Tensor, ...] | es.Mask | None = None
 
     def mask(self) -> es.Mask | None:
         """The rule as one of Einsight's masks; None if everything is visible."""
@@ -72,7 +72,7 @@ def recognise(mask: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, 
     return Rule(other=mask), offset
 
 
-def split(mask: Float[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."] | None]:
+def split(mask: Float[Tensor, ...]) -> tuple[Bool[Tensor, ...], Float[Tensor, ...] | None]:
     """An additive mask as what it hides (−∞ or the dtype's lowest number) and what it adds (None: nothing)."""
     visible = mask > torch.finfo(mask.dtype).min
     added = mask.masked_fill(~visible, 0)
@@ -84,24 +84,27 @@ def joined(rules: list[tuple[Rule, int, int, int]], j: int) -> Rule | None:
 
     None where they don't make one.
     """
-    causal = [_as_causal(*rule) for rule in rules]
-    if any(rule is None for rule in causal):
-        return None
-    lefts = {rule.left for rule in causal if rule.left is not None}
-    if len(lefts) > 1:
+    plain = [rule for step in rules if (rule := _as_causal(*step)) is not None]
+    lefts = {rule.left for rule in plain if rule.left is not None}
+    if len(plain) < len(rules) or len(lefts) > 1:
         return None
     left = lefts.pop() if lefts else None
-    for rule, (_, i, offset, _) in zip(causal, rules, strict=True):
-        if left is not None and rule.left is None and offset + i - 1 > left:
-            return None
-    keep = None
-    for rule, (_, _, _, keys) in zip(causal, rules, strict=True):
-        if rule.keep is not None:
-            width = rule.keep.shape[-1]
-            part = torch.ones(rule.keep.shape[0], j, dtype=torch.bool, device=rule.keep.device)
-            part[:, keys - width : keys] = rule.keep
-            # What an earlier step hides it may hide for its own sake; only a key hidden from its own start is padding.
-            keep = part if keep is None else keep & part
+    steps = list(zip(plain, rules, strict=True))
+    if any(left is not None and rule.left is None and offset + i - 1 > left for rule, (_, i, offset, _) in steps):
+        return None
+    hidden = [(rule.keep, keys) for rule, (_, _, _, keys) in steps if rule.keep is not None]
+    if not hidden:
+        return Rule(causal=True, left=left)
+    like, keys = hidden[-1]
+    keep = torch.ones(len(like), j, dtype=torch.bool, device=like.device)
+    keep[:, keys - like.shape[-1] : keys] = like
+    for rule, (_, _, offset, keys) in steps:
+        width = keys if rule.keep is None else rule.keep.shape[-1]
+        first = keys - width if left is None else max(keys - width, offset - left)
+        part = keep[:, first:keys]
+        told = torch.ones_like(part) if rule.keep is None else rule.keep[:, first - (keys - width) :]
+        if not torch.equal(part, told.expand_as(part)):
+            return None  # a key that one step hides and another doesn't is no padding
     return Rule(causal=True, left=left, keep=keep)
 
 

@@ -19,7 +19,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
 import einsight as es
-from einsight.lens import compiled, huggingface, multihead
+from einsight.lens import compiled, multihead
 from einsight.lens.call import Call, from_sdpa
 from einsight.lens.rules import Rule
 
@@ -167,7 +167,11 @@ class Watch(TorchFunctionMode):
         busy, self.busy = self.busy, True
         try:
             for lens in list(self.lenses):
-                lens._receive(replace(call, cross=call.cross or self.cross), [*self.stack, module] if module is not None else self.stack, within)
+                lens._receive(
+                    replace(call, cross=call.cross or self.cross),
+                    [*self.stack, module] if module is not None else self.stack,
+                    within,
+                )
         finally:
             self.busy = busy
 

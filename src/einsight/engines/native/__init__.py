@@ -44,6 +44,8 @@ def refuses(problem: Problem) -> str | None:
             "it is not compiled: install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install), "
             "then pip install --force-reinstall --no-deps --no-binary einsight einsight"
         )
+    if problem.is_transformed:  # asked first: what torch.vmap stacks has no bounds
+        return "torch.func can't look into it"
     if problem.device.type != "cpu":
         return f"it runs on CPUs, and the tensors are on {problem.device}; write query.cpu()"
     if problem.query.dtype not in _DTYPES:
@@ -63,8 +65,6 @@ def refuses(problem: Problem) -> str | None:
         return "it sums up one choice of queries for Received in a call"
     if not problem.bounds.exact:
         return "the mask is not one interval of keys for each query"
-    if problem.is_transformed:
-        return "torch.func can't look into it"
     return None
 
 

@@ -1,0 +1,51 @@
+"""Peak memory of a call beyond its arguments and results: 32,768 tokens, 2 heads, the output and five readouts.
+
+    python benchmarks/memory.py [tokens] [mask] [engine]
+
+The mask is "none", "causal" or "window". Prints the megabytes, and how many tokens they are of.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+import einsight as es
+
+MASKS = {"none": None, "causal": es.causal(), "window": es.window(255, 0)}
+READOUTS = [es.LogSumExp(), es.Entropy(), es.MaxScore(), es.Received(), es.TopK(4)]
+
+
+def peak() -> float:
+    """The most megabytes that this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def held() -> float:
+    """The megabytes that this process holds (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def measure(tokens: int, mask: str, engine: str) -> float:
+    """The peak over what was held before the call, less the results."""
+
+    def call(tokens: int) -> tuple[torch.Tensor, ...]:
+        output, found = es.attention(*(x[:, :, :tokens] for x in qkv), MASKS[mask], readouts=READOUTS, engine=engine)
+        lse, entropy, largest, received, top = found
+        return output, lse, entropy, largest, received, *top
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 2, tokens, 64, generator=generator) for _ in range(3)]
+    call(512)  # what libraries take at their first use
+    before = held()
+    results = call(tokens)
+    return peak() - before - sum(x.nbytes for x in results) / 2**20
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    tokens, mask, engine = int(given[0]) if given else 32_768, *(given[1:] + ["causal", "auto"][len(given[1:]) :])
+    print(f"{measure(tokens, mask, engine):.1f} MB beyond arguments and results, {tokens:,} tokens, mask {mask}")
