@@ -236,3 +236,22 @@ def test_inputs_refused() -> None:
         model(tokens(1, 5, vocab=53), cache=model.cache(1, 4))
     with refused(TypeError, "Decoder takes a DecoderConfig, not dict"):
         Decoder({})
+
+
+def test_training_holds_memory_linear_in_the_sequence() -> None:
+    def held(n: int, **changes: object) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        model = Decoder(small(max_length=2048, **changes)).train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens(1, n, vocab=53)).logsumexp(-1).sum()
+        weights = sum(p.numel() * 4 for p in model.parameters())
+        assert loss.isfinite()
+        return sum(sizes.values()) - weights
+
+    for changes in ({}, {"window": 300}, {"softcap": 5.0, "sink": True}):
+        assert held(2048, **changes) < 2.1 * held(1024, **changes)

@@ -63,10 +63,8 @@ class KVCache:
 
     @property
     def offset(self) -> int | Int[Tensor, " b"]:
-        """Where the next token stands: an int if all items are equally long, else an int tensor [b]."""
-        if len(set(self._lengths)) == 1:
-            return self._lengths[0]
-        return torch.tensor(self._lengths, device=self._keys.device)
+        """Where the next token stands: an int if all items are equally long, else an int tensor [b] on the CPU."""
+        return self._lengths[0] if len(set(self._lengths)) == 1 else torch.tensor(self._lengths)
 
     def append(
         self, key: Float[Tensor, "b g i d"], value: Float[Tensor, "b g i d"]
@@ -87,8 +85,8 @@ class KVCache:
             self._keys[:, :, offset : offset + i] = key
             self._values[:, :, offset : offset + i] = value
         else:
-            items = torch.arange(len(offset), device=offset.device).unsqueeze(1)
-            places = offset.unsqueeze(1) + torch.arange(i, device=offset.device)
+            items = torch.arange(len(offset)).unsqueeze(1).to(key.device)
+            places = (offset.unsqueeze(1) + torch.arange(i)).to(key.device)
             self._keys[items, :, places] = rearrange(key, "b g i d -> b i g d")
             self._values[items, :, places] = rearrange(value, "b g i d -> b i g d")
         self._lengths = [n + i for n in self._lengths]

@@ -96,7 +96,7 @@ class Decoder(nn.Module):
             self.positions = SinusoidalPositions(config.embed_dim)
         rotary = None
         if config.positions == "rotary":
-            head_dim = config.embed_dim // config.num_heads if config.head_dim is None else config.head_dim
+            head_dim = config.head_dim or config.embed_dim // config.num_heads
             rotary = RotaryEmbedding(head_dim, base=config.rotary_base, scaling=config.rotary_scaling)
         mask = es.causal() if config.window is None else es.window(config.window - 1, 0)
         self.blocks = nn.ModuleList(_block(config, rotary, mask) for _ in range(config.num_layers))
@@ -168,10 +168,12 @@ class Decoder(nn.Module):
 
     def cache(self, batch: int, capacity: int) -> list[KVCache]:
         """Empty caches for `batch` sequences of up to `capacity` tokens, one for each layer."""
-        like = self.embedding.weight
+        config, like = self.config, self.embedding.weight
+        heads = config.num_kv_heads or config.num_heads
+        size = config.head_dim or config.embed_dim // config.num_heads
         return [
-            KVCache(batch, a.num_kv_heads, capacity, a.head_dim, dtype=like.dtype, device=like.device)
-            for a in (block.attention for block in self.blocks)
+            KVCache(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
+            for _ in range(config.num_layers)
         ]
 
     def generate(

@@ -153,6 +153,8 @@ class SinusoidalPositions(nn.Module):
              [0.8415, 0.5403, 0.0100, 0.9999]]])
     """
 
+    _like: Tensor
+
     def __init__(self, embed_dim: int):
         super().__init__()
         if embed_dim % 2:
