@@ -176,12 +176,14 @@ def train(settings: Settings, folder: Path) -> es.nn.Decoder:
             print(
                 f"\rstep {done}/{settings.steps}  loss {loss.item():.3f}  {speed:,.0f} tokens/s  {_clock(left)} left  ",
                 end="",
+                flush=True,
             )
         if done % settings.every == 0 or done == settings.steps:
             save(path, model, adam, done, settings)
             print(
                 f"\rstep {done}/{settings.steps}  validation loss {validation_loss(model, judged, settings.length):.3f}"
-                + " " * 40
+                + " " * 40,
+                flush=True,
             )
     taken, busy = time.perf_counter() - start, time.process_time() - busy
     print(f"{_clock(taken)} minutes, {_clock(busy)} of processor time")
