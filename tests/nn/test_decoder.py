@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -255,3 +257,16 @@ def test_training_holds_memory_linear_in_the_sequence() -> None:
 
     for changes in ({}, {"window": 300}, {"softcap": 5.0, "sink": True}):
         assert held(2048, **changes) < 2.1 * held(1024, **changes)
+
+
+def test_compiles_without_a_break() -> None:
+    code = """
+import torch, einsight as es
+model = es.nn.Decoder(es.nn.DecoderConfig(53, 20, 2, 2, 31)).eval()
+tokens = torch.randint(53, (2, 13))
+with torch.no_grad():
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(tokens), model(tokens))
+"""
+    # In a process of its own: the checks of signatures in the tests can't be traced.
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
