@@ -159,12 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="put the numbers and the picture into docs/")
     chosen = parser.parse_args(arguments)
     scale, found, dims = scale_table()
-    page = (DOCS / "why.md").read_text(encoding="utf-8")
-    for name, table in (("scale", scale), ("leak", leak_table()), ("heads", heads_table())):
+    path = DOCS / "why.md"
+    for name, measure in (("scale", lambda: scale), ("leak", leak_table), ("heads", heads_table)):
+        table = measure()
         print(f"{name}\n\n{table}\n", flush=True)
-        page = put(page, name, table)
+        if chosen.write:
+            path.write_text(put(path.read_text(encoding="utf-8"), name, table), encoding="utf-8")
     if chosen.write:
-        (DOCS / "why.md").write_text(page, encoding="utf-8")
         picture(found, dims, DOCS / "why-scale.svg")
 
 
