@@ -7,7 +7,7 @@ The mask is "none", "causal" or "window". Prints the megabytes, and how many tok
 
 from __future__ import annotations
 
-import resource
+import re
 import sys
 from pathlib import Path
 
@@ -19,14 +19,13 @@ MASKS = {"none": None, "causal": es.causal(), "window": es.window(255, 0)}
 READOUTS = [es.LogSumExp(), es.Entropy(), es.MaxScore(), es.Received(), es.TopK(4)]
 
 
-def peak() -> float:
-    """The most megabytes that this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def held(name: str) -> float:
+    """The megabytes that this process holds (VmRSS), or has held at most (VmHWM), as Linux tells.
 
-
-def held() -> float:
-    """The megabytes that this process holds (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+    Not getrusage's ru_maxrss, in which a process begins with what the one that started it held.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
 
 def measure(tokens: int, mask: str, engine: str) -> float:
@@ -40,9 +39,9 @@ def measure(tokens: int, mask: str, engine: str) -> float:
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, 2, tokens, 64, generator=generator) for _ in range(3)]
     call(512)  # what libraries take at their first use
-    before = held()
+    before = held("VmRSS")
     results = call(tokens)
-    return peak() - before - sum(x.nbytes for x in results) / 2**20
+    return held("VmHWM") - before - sum(x.nbytes for x in results) / 2**20
 
 
 if __name__ == "__main__":

@@ -107,11 +107,12 @@ def _meets(problem: Problem, unsound: Bool[Tensor, "b g j"]) -> Bool[Tensor, "b 
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernel with its own backward, whose gradients are checked: where one isn't finite `stream` gives them."""
+    """The kernel with its own backward; where a gradient isn't finite, or is to be derived again, `stream` gives it."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.problem = problem
+        ctx.save_for_backward(query, key, value)
         ctx.inputs = [t.detach().requires_grad_(t.requires_grad) for t in (query, key, value)]
         with torch.enable_grad():
             ctx.output = _kernel(problem, *ctx.inputs)
@@ -121,16 +122,16 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise RuntimeError("torch_sdpa has no second derivatives; ask for engine='stream' or 'reference'")
-        wanted = [t for t in ctx.inputs if t.requires_grad]
+        again = torch.is_grad_enabled()
+        inputs = ctx.saved_tensors if again else ctx.inputs
+        wanted = [t for t in inputs if t.requires_grad]
         grads: tuple[Tensor, ...] = ()
-        if ctx.sound:
+        if ctx.sound and not again:
             grads = torch.autograd.grad(ctx.output, wanted, grad, retain_graph=True)
-        if not ctx.sound or not all(bool(g.isfinite().all()) for g in grads):
-            query, key, value = ctx.inputs
+        if not grads or not all(bool(g.isfinite().all()) for g in grads):
+            query, key, value = inputs
             with torch.enable_grad():
                 output: Any = stream.run(replace(ctx.problem, query=query, key=key, value=value))[0]
-            grads = torch.autograd.grad(output, wanted, grad)
+            grads = torch.autograd.grad(output, wanted, grad, create_graph=again)
         found = iter(grads)
-        return None, *(next(found) if t.requires_grad else None for t in ctx.inputs)
+        return None, *(next(found) if t.requires_grad else None for t in inputs)

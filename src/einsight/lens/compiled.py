@@ -63,7 +63,7 @@ def where() -> str:
     while frame is not None:
         if stack := getattr(frame, "nn_module_stack", None):
             name = next(reversed(stack.values()))[0]
-            # Such as L['self'].layers.0 or L['args'][0].layers.0, or with the names of containers spelt out: ._modules['layers'].
+            # Such as L['self'].layers.0 or L['args'][0].layers.0; containers may be spelt out, ._modules['layers'].
             name = re.sub(r"\._modules\['(\w+)'\]", r".\1", name)
             return re.sub(r"^L\['\w+'\](\[\d+\])*\.?", "", name)
         frame = getattr(frame, "parent", None)
