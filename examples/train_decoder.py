@@ -1,6 +1,6 @@
 """Train a small decoder from scratch on English that every Python carries, and let it write.
 
-    python examples/train_decoder.py                      # about ten minutes on two cores
+    python examples/train_decoder.py                      # well under ten minutes on two cores
     python examples/train_decoder.py --folder runs/mine   # go on from its last checkpoint, bit for bit
     python examples/train_decoder.py --help
 
