@@ -39,6 +39,9 @@ from einsight.readouts import (
 )
 from einsight.weights import AttentionWeights
 
+# isort: split
+from einsight import nn  # stands on all of the above
+
 __version__ = version("einsight")
 
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "forbid",
     "lengths",
     "merge",
+    "nn",
     "padding",
     "pairs",
     "plan",
