@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
-from einsight.masks import Mask, offset_needed, place_queries
+from einsight.masks import Mask
+from einsight.masks.mask import offset_needed, place_queries
 from einsight.readouts import Readout, changed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
