@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int, Integer, Shaped
 from torch import Tensor
 
-from einsight.coordinates import At, Sizes, along, as_axis, broadcasts, numbers, to_four
+from einsight.coordinates import At, Sizes, along, as_axis, as_int, broadcasts, numbers, to_four
 
 Bound = int | Tensor  # an int, or an int64 tensor that broadcasts to [b, h, i, 1]
 
@@ -143,6 +143,9 @@ def place_queries(offset: object, sizes: Sizes, needed_by: str | None) -> Int[Te
             raise ValueError(f"offset must be an int or an int tensor [b] = [{sizes.b}], not {list(offset.shape)}")
         start = offset.detach().reshape(-1, 1).to("cpu", torch.int64)
         return start + torch.arange(sizes.i)
+    offset = as_int(offset)
+    if isinstance(offset, int) and abs(offset) >= _FAR:
+        raise ValueError(f"offset must lie within ±2⁴⁰, not be {offset}")
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise TypeError(f"offset must be an int or an int tensor [b], not {offset!r}")
     return torch.arange(offset, offset + sizes.i)[None]
@@ -158,6 +161,9 @@ def _smaller(a: Bound, b: Bound) -> Bound:
     if isinstance(a, Tensor):
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
     return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+_FAR = 2**40  # positions; no sequence is as long
 
 
 class _And(Mask):
@@ -269,16 +275,20 @@ def window(left: int | None, right: int | None) -> Mask:
     · ■ ■ ·
     · · ■ ■
     """
+    left, right = as_int(left), as_int(right)  # type: ignore[assignment]
     for name, side in (("left", left), ("right", right)):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window's {name} must be a number of keys or None, not {side!r}")
     if left is not None and right is not None and left + right < 0:
-        raise ValueError(f"window({left}, {right}) holds no key: left + right must be at least 0")
+        raise ValueError(f"window({left}, {right}) holds no key: left + right must be at least 0; None is no limit")
+    # What lies beyond every sequence is no limit either, and wouldn't fit beside positions in an int64.
+    left, right = (None if side is not None and side >= _FAR else side for side in (left, right))
     return _Window(left, right)
 
 
 def _per_item(name: str, values: object) -> int | Int[Tensor, " b"]:
     """One count for all items, or one for each."""
+    values = [as_int(n) for n in values] if isinstance(values, list | tuple) else as_int(values)
     if isinstance(values, int) and not isinstance(values, bool):
         return values
     if isinstance(values, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in values):
@@ -536,7 +546,7 @@ class _Pairs(Mask):
         if keys.numel() == 0:
             return 0, 0, True
         lo, hi = int(keys.min()), int(keys.max()) + 1
-        return named * lo, named * hi, keys.numel() == hi - lo
+        return named * lo, named * hi, keys.unique().numel() == hi - lo
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         named, keys = self._named(at)

@@ -1,0 +1,6 @@
+"""Hugging Face's models: computed by Einsight (`register`), and their own attention seen by the lens."""
+
+from einsight.lens.huggingface.registration import register
+from einsight.lens.huggingface.seen import attach, detach
+
+__all__ = ["attach", "detach", "register"]
