@@ -134,7 +134,9 @@ def test_gradients_of_auto() -> None:
     for mask in (None, es.causal()):
         assert es.plan(query, key, value, mask).engine == "torch_sdpa"
         assert gradcheck(lambda q, k, v, mask=mask: es.attention(q, k, v, mask), (query, key, value), fast_mode=True)
-        assert gradgradcheck(lambda q, k, v, mask=mask: es.attention(q, k, v, mask), (query, key, value), fast_mode=True)
+        assert gradgradcheck(
+            lambda q, k, v, mask=mask: es.attention(q, k, v, mask), (query, key, value), fast_mode=True
+        )
 
 
 @every_exact

@@ -256,9 +256,6 @@ REFUSALS: dict[str, Refusal] = {
     "pairs out of range": (
         lambda: attention(es.pairs(5, [0])), ValueError, "pairs' queries names 5, but there are 5 (0 to 4)"
     ),
-    "pairs named twice": (
-        lambda: attention(es.pairs([0], [1, -6])), ValueError, "pairs' keys names 1 more than once"
-    ),
     "pairs of floats": (
         lambda: attention(es.pairs([0.5], [1])), TypeError, "pairs' queries must hold ints, but got [0.5]"
     ),
@@ -484,12 +481,6 @@ REFUSALS: dict[str, Refusal] = {
     "queries out of range from the end": (
         lambda: W.topk(2, queries=-6), ValueError, "TopK's queries names -6, but there are 5 (0 to 4)"
     ),
-    "queries twice": (
-        lambda: W.received([1, 2, 1]), ValueError, "Received's queries names 1 more than once"
-    ),
-    "queries twice, once from the end": (
-        lambda: W.rows(torch.tensor([4, -1])), ValueError, "Rows's queries names 4 more than once"
-    ),
     "queries of floats": (
         lambda: W.rows([0.0]), TypeError, "Rows's queries must hold ints, but got [0.0]"
     ),
@@ -543,7 +534,8 @@ REFUSALS: dict[str, Refusal] = {
         lambda: W.mass(torch.zeros(3, 7).long()), ValueError, "Mass' groups speak of 3 batch items, but there are 2"
     ),
     "share of a tensor": (
-        lambda: es.Share(boolean), TypeError, "Share takes a mask, such as es.window(32, 0), not tensor("
+        lambda: es.Share(boolean), TypeError,
+        "Share takes a mask, such as es.window(32, 0), not a tensor: write es.allow(tensor)"
     ),
     "share that doesn't broadcast": (
         lambda: W.share(es.allow(boolean[:, :2])), ValueError, "allow(tensor) has shape [5, 2], which does not"
@@ -555,8 +547,8 @@ REFUSALS: dict[str, Refusal] = {
     # the textbook's function
     "attn_mask": (
         lambda: es.scaled_dot_product_attention(q, k, v, attn_mask=boolean), TypeError,
-        "this is the textbook's function, not PyTorch's: instead of attn_mask= write mask=, where True is masked out "
-        "(mask=~attn_mask); a float mask is attention(…, bias=)",
+        "this is einsight's scaled_dot_product_attention, not PyTorch's: instead of attn_mask= write mask=, where True "
+        "is masked out (mask=~attn_mask); a float mask is attention(…, bias=)",
     ),
     "is_causal": (
         lambda: es.scaled_dot_product_attention(q, k, v, is_causal=True), TypeError,
@@ -649,7 +641,9 @@ REFUSALS: dict[str, Refusal] = {
     "select out of range": (
         lambda: W.select(heads=[6]), ValueError, "heads names 6, but there are 6 (0 to 5)"
     ),
-    "select twice": (lambda: W.select(batch=[0, 0]), ValueError, "batch names 0 more than once"),
+    "two lists of indices": (
+        lambda: W[[0, 1], [0, 1]], IndexError, "W takes one list or tensor of indices at a time; for several: W.select("
+    ),
     "select a float": (
         lambda: W.select(queries=0.5), TypeError,
         "queries must be an int, a slice, a range, a list of ints or an int tensor, not 0.5",

@@ -285,3 +285,71 @@ def test_infinities_that_are_seen(engine: str) -> None:
     output = es.attention(q, k, v, es.causal(), engine=engine)[0, 0]
     right = [[0, 0, 0, 0], [inf, -inf, inf, torch.nan], [inf, -inf, torch.nan, torch.nan]]
     assert_close(output, torch.tensor(right), equal_nan=True)
+
+
+# What testers have found here.
+
+
+@pytest.mark.parametrize(("h", "g", "i"), [(1, 1, 97), (8, 2, 30), (1, 1, 96)])
+def test_many_queries_and_no_keys(engine: str, h: int, g: int, i: int) -> None:
+    q, k, v = torch.ones(1, h, i, 8), torch.ones(1, g, 0, 8), torch.ones(1, g, 0, 3)
+    output, (entropy, lse) = es.attention(q, k, v, readouts=[es.Entropy(), es.LogSumExp()], engine=engine)
+    assert (output == 0).all() and (entropy == 0).all() and (lse == -inf).all()
+    assert es.attention(q, k, v, engine=engine).shape == (1, h, i, 3)
+
+
+def test_views_with_the_negative_bit(engine: str) -> None:
+    numbers = [torch.complex(draw(1, 2, 6, 8, seed=s), draw(1, 2, 6, 8, seed=s + 9)).conj().imag for s in range(3)]
+    sink, slopes = (torch.complex(draw(2, seed=s), draw(2, seed=s + 9)).conj().imag for s in (3, 4))
+    assert all(t.is_neg() for t in (*numbers, sink, slopes))
+    plain = [t.resolve_neg() for t in numbers]
+    got = es.attention(*numbers, sink=sink, bias=es.alibi(slopes), engine=engine)
+    right = es.attention(*plain, sink=sink.resolve_neg(), bias=es.alibi(slopes.resolve_neg()), engine=engine)
+    assert torch.equal(got, right)
+
+
+def test_windows_beyond_every_sequence(engine: str) -> None:
+    q, k, v = qkv(1, 1, 5, 5, 3)
+    far = 2**63 - 1
+    for window in (es.window(None, far), es.window(far, far), es.window(2**64, None)):
+        assert_close(
+            es.attention(q, k, v, window, engine=engine), es.attention(q, k, v, engine=engine), rtol=0, atol=1e-6
+        )
+    with pytest.raises(ValueError, match="offset must lie within"):
+        es.attention(q, k, v, es.causal(), offset=2**63, engine=engine)
+
+
+def test_scores_that_all_overflow_downwards(engine: str) -> None:
+    q, k, v = torch.full((1, 1, 1, 1), 1e30), torch.full((1, 1, 2, 1), -1e30), torch.ones(1, 1, 2, 1)
+    for asked in (es.LogSumExp(), None):
+        output = es.attention(q, k, v, readouts=asked, engine=engine)
+        if asked:
+            output, lse = output
+            assert (lse == -inf).all()
+        assert (output == 0).all()
+
+
+def test_a_query_named_twice(engine: str) -> None:
+    W = es.AttentionWeights(
+        draw(2, 2, 5, 3), draw(2, 2, 7, 3, seed=1), engine="auto" if engine == "torch_sdpa" else engine
+    )
+    dense = W.dense()
+    assert_close(W.rows([1, -1, 4, 1]), dense[:, :, [1, 4, 4, 1]], rtol=0, atol=1e-6)
+    assert_close(W.received([1, 2, 1]), dense[:, :, [1, 2]].sum(2), rtol=0, atol=1e-6)
+    assert_close(W.select(batch=[0, 0], queries=[3, 3]).dense(), dense[[0, 0]][:, :, [3, 3]], rtol=0, atol=1e-6)
+    assert not es.pairs([0], [0, 0, 2]).dense(2, 4)[0, 1]
+    apart = es.AttentionWeights(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 4, 1), es.pairs([0], [0, 0, 2]))
+    assert_close(apart.dense()[0, 0], torch.tensor([[0.5, 0, 0.5, 0], [0, 0, 0, 0]]))
+
+
+@pytest.mark.usefixtures("without_shape_checks")
+def test_pytorchs_arguments_are_answered() -> None:
+    q, k, v = qkv(1, 1, 5, 5, 3)
+    with pytest.raises(TypeError, match=r"instead of is_causal= write mask=einsight\.causal\(\)"):
+        es.attention(q, k, v, is_causal=True)
+    with pytest.raises(TypeError, match=r"query must be a dense tensor .* but it is sparse"):
+        es.attention(q.detach().to_sparse(), k, v)
+    with pytest.raises(TypeError, match=r"query must be a dense tensor .* but it is on the meta device"):
+        es.attention(q.to("meta"), k.to("meta"), v.to("meta"))
+    with pytest.raises(ValueError, match="sink must be a finite score"):
+        es.attention(q, k, v, sink=inf)

@@ -1,6 +1,8 @@
 """Attention as pure linear algebra: the output at the speed of a fused kernel, and whatever you want to know
 about the weights, without ever holding the [queries × keys] matrix."""
 
+from importlib.metadata import version
+
 from einsight.biases import Bias, alibi, relative
 from einsight.explanation import explain
 from einsight.functional import attention, merge, scaled_dot_product_attention
@@ -37,6 +39,11 @@ from einsight.readouts import (
 )
 from einsight.weights import AttentionWeights
 
+# isort: split
+from einsight import nn  # stands on all of the above
+
+__version__ = version("einsight")
+
 __all__ = [
     "AttentionWeights",
     "Bias",
@@ -64,6 +71,7 @@ __all__ = [
     "forbid",
     "lengths",
     "merge",
+    "nn",
     "padding",
     "pairs",
     "plan",

@@ -55,7 +55,7 @@ def as_int(n: object) -> object:
 
 def as_axis(chosen: object, size: int, what: str) -> Axis:
     """Numbers chosen by the user (an int, a slice, a range, a list or an int tensor; negative ones count from
-    the end) as an axis; refuses what is out of range, not an integer, or named twice."""
+    the end) as an axis; refuses what is out of range or not an integer."""
     chosen = [as_int(n) for n in chosen] if isinstance(chosen, list | tuple) else as_int(chosen)
     if isinstance(chosen, bool) or not isinstance(chosen, int | slice | range | Sequence | Tensor):
         raise TypeError(f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {chosen!r}")
@@ -85,9 +85,6 @@ def as_axis(chosen: object, size: int, what: str) -> Axis:
     first, last = int(index[0]), int(index[-1])
     if last - first + 1 == index.numel() and torch.equal(index, torch.arange(first, last + 1)):
         return range(first, last + 1)
-    found, count = index.unique(return_counts=True)
-    if found.numel() != index.numel():
-        raise ValueError(f"{what} names {found[count > 1][0].item()} more than once")
     return index
 
 

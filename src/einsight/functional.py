@@ -36,6 +36,7 @@ def attention(
     dropout: float = 0.0,
     readouts: Asked | None = None,
     engine: str = "auto",
+    **unknown: Any,
 ) -> Any:
     """softmax(Q Kᵀ / √d) V, and whatever you want to know about the weights, in memory linear in the sequence.
 
@@ -76,6 +77,14 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
+    _refuse_arguments(
+        "attention",
+        unknown,
+        attn_mask="mask=einsight.allow(attn_mask), or bias=attn_mask if it is a float mask",
+        is_causal="mask=einsight.causal() (with offset=0 if there are fewer queries than keys)",
+        dropout_p="dropout=",
+        enable_gqa="nothing: heads are grouped as the shapes say",
+    )
     if has_torch_function((query, key, value)):  # somebody looks on, such as einsight.lens
         return handle_torch_function(
             attention,
@@ -137,17 +146,15 @@ def scaled_dot_product_attention(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    for name in unknown:
-        way = {
-            "attn_mask": "mask=, where True is masked out (mask=~attn_mask); a float mask is attention(…, bias=)",
-            "is_causal": "mask=einsight.causal()",
-            "dropout_p": "attention(…, dropout=…, readouts=Weights())",
-            "scale": "attention(…, scale=…, readouts=Weights())",
-            "enable_gqa": "nothing: heads are grouped as the shapes say",
-        }.get(name)
-        if way is None:
-            raise TypeError(f"scaled_dot_product_attention got an unexpected argument {name!r}")
-        raise TypeError(f"this is the textbook's function, not PyTorch's: instead of {name}= write {way}")
+    _refuse_arguments(
+        "scaled_dot_product_attention",
+        unknown,
+        attn_mask="mask=, where True is masked out (mask=~attn_mask); a float mask is attention(…, bias=)",
+        is_causal="mask=einsight.causal()",
+        dropout_p="attention(…, dropout=…, readouts=Weights())",
+        scale="attention(…, scale=…, readouts=Weights())",
+        enable_gqa="nothing: heads are grouped as the shapes say",
+    )
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         _warn_of_inversion(mask)
         mask = textbook(mask)
@@ -157,6 +164,14 @@ def scaled_dot_product_attention(
             "whichever is masked out; a float mask to be added is attention(…, bias=mask, readouts=Weights())"
         )
     return attention(query, key, value, mask, readouts=Weights())
+
+
+def _refuse_arguments(function: str, unknown: dict[str, Any], **ways: str) -> None:
+    """Arguments of PyTorch's function, each with the way to say it here."""
+    for name in unknown:
+        if name not in ways:
+            raise TypeError(f"{function} got an unexpected argument {name!r}")
+        raise TypeError(f"this is einsight's {function}, not PyTorch's: instead of {name}= write {ways[name]}")
 
 
 def _warn_of_inversion(mask: Bool[Tensor, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch.autograd import forward_ad
 
 from einsight.biases import Bias, as_bias
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
-from einsight.masks import Mask, offset_needed, place_queries
+from einsight.masks import Mask
+from einsight.masks.mask import offset_needed, place_queries
 from einsight.readouts import Readout, changed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -128,12 +130,6 @@ class Problem:
         if lo.shape != hi.shape:
             lo, hi = torch.broadcast_tensors(lo, hi)
         return Bounds(lo, torch.maximum(lo, hi), exact)
-
-    @_remembered
-    def may_be_empty(self) -> bool:
-        """Whether there may be a query that sees nothing."""
-        lo, hi, exact = self.bounds
-        return not exact or self.bias is not None or self.score_mod is not None or bool((lo >= hi).any())
 
     @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
@@ -324,7 +320,7 @@ def _positional(mask: Mask | None, bias: Bias | None, score_mod: object) -> str 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The operands as autocast would have them for scaled_dot_product_attention."""
     kind = next((t.device.type for t in tensors if isinstance(t, Tensor)), "meta")
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     narrow = torch.get_autocast_dtype(kind)
     return tuple(
@@ -339,6 +335,9 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor {letters[name]}, not {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided or (tensor.is_meta and tensor is query):
+            kind = "nested" if tensor.is_nested else "on the meta device" if tensor.is_meta else "sparse"
+            raise TypeError(f"{name} must be a dense tensor {letters[name]} that holds numbers, but it is {kind}")
         if tensor.ndim != 4:
             way = {
                 3: f"; for one head write {name}.unsqueeze(1), for one batch item {name}.unsqueeze(0)",
@@ -399,7 +398,7 @@ def _refuse_mask(mask: object) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         way = "; multiply the query by it" if name == "scale" and isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be a number, not {value!r}{way}")
     if not math.isfinite(value):
@@ -422,7 +421,9 @@ def _dropout(dropout: object) -> float:
 
 
 def _sink(sink: object, query: Tensor, given: Sizes) -> Float[Tensor, " h"]:
-    if isinstance(sink, int | float) and not isinstance(sink, bool):
+    if isinstance(sink, Real) and not isinstance(sink, bool):
+        if not sink < math.inf:
+            raise ValueError(f"sink must be a finite score (or −∞ for none), not {sink!r}")
         return torch.full((given.h,), float(sink), device=query.device)
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
         what = f"a tensor of {sink.dtype}" if isinstance(sink, Tensor) else repr(sink)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.nn.functional import pad
 
-from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
+from einsight.coordinates import At, Axis, Sizes, along, as_axis, as_int, numbers, to_four
 from einsight.masks import Mask
 
 
@@ -182,6 +182,11 @@ class Received(_Chosen):
         super().__init__(queries)
         self.mean, self.per_group = mean, per_group
 
+    def check(self, given: Sizes, sizes: Sizes) -> Readout:
+        made = super().check(given, sizes)
+        # A sum over a set: a query that is named twice counts once.
+        return made if not isinstance(made.queries, Tensor) else changed(made, queries=made.queries.unique())
+
     def shapes(self, sizes: Sizes) -> Shapes:
         received = (sizes.b, sizes.g if self.per_group else sizes.h, sizes.j)
         return (received, received) if self.mean else (received,)
@@ -210,6 +215,7 @@ class TopK(_Chosen):
 
     def __init__(self, k: int, queries: object = None):
         super().__init__(queries)
+        k = as_int(k)  # type: ignore[assignment]
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"TopK's k must be a positive int, not {k!r}")
         self.k = k
@@ -256,7 +262,8 @@ class Share(Readout):
 
     def __init__(self, mask: Mask):
         if not isinstance(mask, Mask):
-            raise TypeError(f"Share takes a mask, such as es.window(32, 0), not {mask!r}")
+            what = "a tensor: write es.allow(tensor)" if isinstance(mask, Tensor) else repr(mask)
+            raise TypeError(f"Share takes a mask, such as es.window(32, 0), not {what}")
         self.mask = mask
         self.positional = mask.positional
 
@@ -350,6 +357,7 @@ class Diagonal(Readout):
     positional = True
 
     def __init__(self, shift: int = 0):
+        shift = as_int(shift)  # type: ignore[assignment]
         if isinstance(shift, bool) or not isinstance(shift, int):
             raise TypeError(f"Diagonal's shift must be an int, not {shift!r}")
         self.shift = shift
@@ -380,6 +388,7 @@ class Pool(Readout):
     _queries = 0  # how many the problem has
 
     def __init__(self, block: int):
+        block = as_int(block)  # type: ignore[assignment]
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
             raise ValueError(f"Pool's block must be a positive int, not {block!r}")
         self.size = block

@@ -213,6 +213,8 @@ class AttentionWeights:
         if Ellipsis in [n for n in index if n is Ellipsis]:
             at = [n is Ellipsis for n in index].index(True)
             index = (*index[:at], *[slice(None)] * (5 - len(index)), *index[at + 1 :])
+        if len([n for n in index if not isinstance(n, int | slice)]) > 1:
+            raise IndexError("W takes one list or tensor of indices at a time; for several: W.select(…).dense()[…]")
         if len(index) > 4 or any(n is None for n in index):
             raise IndexError(f"W has four dimensions [b, h, i, j]; it can't be indexed by {index!r}")
         names = ("batch", "heads", "queries")

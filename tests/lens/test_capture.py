@@ -150,7 +150,6 @@ def test_repeated_heads_are_kept_once():
     with Lens(Model(), values=True) as lens:
         lens.model(q, k, v)
     assert torch.equal(lens[0].key, k) and torch.equal(lens[0].value, v)
-    assert lens[0].key.untyped_storage().nbytes() == k.untyped_storage().nbytes()
     torch.testing.assert_close(lens[0].weights.dense(), es.AttentionWeights(q, k, es.causal()).dense())
 
 
@@ -160,6 +159,26 @@ def test_values_only_when_asked_for():
         model(ids)
     assert lens[0].value is None
     assert other[0].value.shape == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_may_come_and_go(first):
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 4))
+    with Lens(model) as lens:
+        for inference in (first, not first):
+            with torch.inference_mode(inference):
+                model(ids)
+    for call in lens.passes(1):
+        assert not call.query.is_inference()
+        weights = es.AttentionWeights(call.query.requires_grad_(), call.key, call.mask)
+        weights.entropy().sum().backward()
+
+
+def test_what_is_kept_lies_side_by_side():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
+    with Lens(model) as lens:
+        model(ids)
+    assert len({tensor.untyped_storage().data_ptr() for call in lens for tensor in (call.query, call.key)}) == 1
 
 
 def test_layers_chosen():

@@ -272,19 +272,15 @@ def _hide(scores: Tensor, seen: Tensor, tile: _Tile, *, in_place: bool, everywhe
 def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
 ) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
-    """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse) if they matter."""
-    largest = None
-    if problem.readouts or problem.sink is not None or problem.may_be_empty:
-        # In place the softmax writes over the scores, so this comes first.
-        largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
+    """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse)."""
+    # In place the softmax writes over the scores, so this comes first.
+    largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
     if space is None:
         weights = torch.softmax(scores, -1)
     else:
         weights = torch.softmax(scores, -1, out=space.weights[: scores.numel()].view(scores.shape))
-    if largest is None:
-        return weights, None
     nothing = largest == -torch.inf
-    if problem.may_be_empty:
+    if bool(nothing.any()):
         weights = weights.masked_fill(nothing.unsqueeze(-1), 0)
     if seen is not None and not bool((largest < torch.inf).all()):
         weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
@@ -308,7 +304,7 @@ class _Answer:
 
     def __init__(self, readout: Readout, problem: Problem):
         self.readout, sizes = readout, problem.sizes
-        self.queries = None if readout.queries is None else numbers(readout.queries).sort().values
+        self.queries = None if readout.queries is None else numbers(readout.queries).unique()
         sizes = sizes if self.queries is None else sizes._replace(i=len(self.queries))
         self.join = Join(readout.shapes(sizes), adds=readout.adds, fill=readout.fill, grad=problem.needs_grad)
         self.given = readout.queries

@@ -20,6 +20,7 @@ from einsight.lens.heads import Heads, table
 from einsight.lens.record import Record
 from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
+from einsight.lens.store import Store
 from einsight.lens.watch import here, in_backward
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
@@ -79,6 +80,7 @@ class Lens:
         self._keep_on, self._on_call = keep_on, on_call
         self._records: dict[str, list[Record | Call]] = {}  # by layer, a record (or its results) per pass
         self._order: dict[bool, list[str]] = {False: [], True: []}  # names of self- and of cross-attention layers
+        self._store = Store()
         self._calls = 0
         self._forward: Any = None
         self._counts: dict[str, int] = {}
@@ -230,10 +232,12 @@ class Lens:
         if not self._values:
             call.value = None
         last = passes[-1] if passes else None
-        if isinstance(last, Record) and last.continues(call, self._in_generation):
-            self._in_generation = True
-        else:
-            passes.append(Record(call, self._keep_on))
+        # What is kept can be used anywhere, also if the model runs in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(last, Record) and last.continues(call, self._in_generation):
+                self._in_generation = True
+            else:
+                passes.append(Record(call, self._keep_on, self._store))
 
     def _find(self, layer: int | str, cross: bool) -> str:
         if not self._calls:

@@ -11,6 +11,7 @@ from torch import Tensor
 import einsight as es
 from einsight.lens.call import Call
 from einsight.lens.rules import Rule, joined, recognise
+from einsight.lens.store import Store
 
 
 class Piece(NamedTuple):
@@ -50,14 +51,13 @@ class Growing:
 class Record:
     """The calls of one layer in one pass."""
 
-    def __init__(self, call: Call, keep_on: Any):
-        self.keep_on = keep_on
+    def __init__(self, call: Call, keep_on: Any, store: Store):
+        self.keep_on, self.store = keep_on, store
         self.template = replace(call, value=None)
         width, call = _written(call)
         self.query = Growing(self._own(call.query))
-        # A cache may write into these later.
-        self.key = Growing(self._own(call.key, copy=True))
-        self.value = None if call.value is None else Growing(self._own(call.value, copy=True))
+        self.key = Growing(self._own(call.key))
+        self.value = None if call.value is None else Growing(self._own(call.value))
         self.template = replace(call, query=self.query.buffer, key=self.key.buffer, value=None)
         self.pieces = [_piece(call, call.offset, width, width)]
         self._call: Call | None = None
@@ -175,13 +175,10 @@ class Record:
     def _grown(self) -> list[Growing]:
         return [grown for grown in (self.query, self.key, self.value) if grown is not None]
 
-    def _own(self, tensor: Tensor, copy: bool = False) -> Tensor:
+    def _own(self, tensor: Tensor) -> Tensor:
+        # Always a copy: a cache may write into the model's own, and a view would keep all of what it looks into.
         moved = tensor if self.keep_on is None else tensor.to(self.keep_on)
-        if moved is not tensor:
-            return moved
-        # A view would keep all of what it looks into, such as a projection of queries, keys and values at once.
-        whole = tensor.untyped_storage().nbytes()
-        return tensor.clone() if copy or whole > tensor.numel() * tensor.element_size() else tensor
+        return self.store.keep(tensor) if moved is tensor else moved
 
 
 def _piece(call: Call, offset: Any, keys: int, width: int) -> Piece:

@@ -50,6 +50,8 @@ def refuses(problem: Problem) -> str | None:
         return f"it runs on CPUs, and the tensors are on {problem.device}; write query.cpu()"
     if problem.query.dtype not in _DTYPES:
         return f"it computes in float32, and query is {problem.query.dtype}; write query.float()"
+    if 0 in problem.sizes[:5]:
+        return "there are no items, heads, queries or keys"
     if problem.score_mod is not None:
         return "it can't call score_mod"
     if problem.needs_grad:
@@ -91,13 +93,13 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     sink, slopes = problem.sink, None if problem.bias is None else problem.bias.slopes
     forward = torch.ops.einsight.native_forward if torch.compiler.is_compiling() else compute
     output, *found = forward(
-        problem.query,
-        problem.key,
-        problem.value,
+        problem.query.resolve_neg(),
+        problem.key.resolve_neg(),
+        None if problem.value is None else problem.value.resolve_neg(),
         problem.scale,
         problem.softcap or 0.0,
-        None if sink is None else along(sink, 0, problem.heads).float().contiguous(),
-        None if slopes is None else along(slopes, 0, problem.heads).float().contiguous(),
+        None if sink is None else along(sink, 0, problem.heads).float().resolve_neg().contiguous(),
+        None if slopes is None else along(slopes, 0, problem.heads).float().resolve_neg().contiguous(),
         None if slopes is None else problem.positions,
         problem.bounds.lo,
         problem.bounds.hi,
