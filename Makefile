@@ -19,7 +19,13 @@ lint: .venv/installed
 model: .venv/installed
 	$(BIN)/python -m einsight.models
 
-.venv/installed: pyproject.toml constraints.txt $(NATIVE)
+# An editable install knows the modules that it found; a new or moved one asks for another.
+.venv/modules: FORCE
+	@mkdir -p .venv
+	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
+FORCE:
+
+.venv/installed: pyproject.toml constraints.txt .venv/modules $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[look,test,lint]"
