@@ -203,6 +203,10 @@ def test_readouts_on_the_way_keep_nothing_else():
     assert torch.equal(lens[1].results["top"].indices, kept[1].weights.topk(2).indices)
     with pytest.raises(LookupError, match="keeps only results"):
         lens.heads(ids)
+    with pytest.raises(LookupError, match="keeps only results"):
+        _ = lens[1].weights
+    with pytest.raises(ValueError, match="values=True keeps values and readouts= keeps only results"):
+        Lens(model, readouts=es.Entropy(), values=True)
 
 
 def test_on_call_runs_before_the_layer_returns():

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import einsight as es
 from einsight.lens.rules import Rule, recognise, split
 
+ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
+
 
 @dataclass(eq=False)
 class Call:
@@ -33,6 +35,7 @@ class Call:
     index: int = -1
     module: nn.Module | None = None
     results: Any = None
+    _read: bool = False  # whether only the results were kept
 
     @property
     def mask(self) -> es.Mask | None:
@@ -42,6 +45,8 @@ class Call:
     @property
     def weights(self) -> es.AttentionWeights:
         """The call's weights, as a linear operator that is never materialised."""
+        if self._read:
+            raise LookupError(ONLY_RESULTS)
         return es.AttentionWeights(self.query, self.key, self.mask, offset=self.offset, **self.settings)
 
     def __repr__(self) -> str:

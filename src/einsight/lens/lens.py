@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import einsight as es
 from einsight.lens import huggingface
-from einsight.lens.call import Call, ungrouped
+from einsight.lens.call import ONLY_RESULTS, Call, ungrouped
 from einsight.lens.heads import Heads, table
 from einsight.lens.record import Record
 from einsight.lens.rollout import rollout
@@ -75,6 +75,8 @@ class Lens:
             raise TypeError(f"layers must be a range, list or set of layer numbers, not {layers!r}")
         if on_call is not None and not callable(on_call):
             raise TypeError(f"on_call must be a function of a Call, not {on_call!r}")
+        if values and readouts is not None:
+            raise ValueError("values=True keeps values and readouts= keeps only results: leave out one of them")
         self.model = model
         self._readouts, self._layers, self._values = readouts, layers, values
         self._keep_on, self._on_call = keep_on, on_call
@@ -226,6 +228,7 @@ class Lens:
         if self._readouts is not None:
             b, h, _, d = call.query.shape
             none = replace(call, query=call.query.new_empty(b, h, 0, d), value=None, settings={}, rule=Rule())
+            none._read = True
             none.key = call.key.new_empty(*call.key.shape[:2], 0, d)
             passes.append(none)
             return
@@ -261,7 +264,7 @@ class Lens:
         if not self._calls:
             return self._nothing_seen()
         if self._readouts is not None:
-            return "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
+            return ONLY_RESULTS
         return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen"
 
     def _nothing_seen(self) -> str:
