@@ -191,6 +191,14 @@ def test_layers_chosen():
         lens[1]
 
 
+def test_layers_that_are_not_there():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
+    with pytest.warns(UserWarning, match=r"layers=\[99\], and 3 were seen, numbered from 0"), Lens(model, layers=[99]):
+        model(ids)
+    with pytest.raises(ValueError, match=r"numbered from 0, and how many there are is not known .* not \[-1\]"):
+        Lens(model, layers=[0, -1])
+
+
 def test_readouts_on_the_way_keep_nothing_else():
     model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (2, 6))
     with Lens(model, readouts={"recv": es.Received(queries=slice(-2, None)), "top": es.TopK(2)}) as lens:

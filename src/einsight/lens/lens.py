@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -73,6 +73,11 @@ class Lens:
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if layers is not None and (isinstance(layers, str) or not isinstance(layers, Container)):
             raise TypeError(f"layers must be a range, list or set of layer numbers, not {layers!r}")
+        negative = [n for n in layers if n < 0] if isinstance(layers, Collection) else []
+        if negative:
+            raise ValueError(
+                f"layers are numbered from 0, and how many there are is not known before the model runs: not {negative}"
+            )
         if on_call is not None and not callable(on_call):
             raise TypeError(f"on_call must be a function of a Call, not {on_call!r}")
         if values and readouts is not None:
@@ -104,8 +109,10 @@ class Lens:
         here().close(self)
         if self._attached:
             huggingface.detach()
-        if not self._calls and kind is None:
+        if kind is None and not self._calls:
             warnings.warn(self._nothing_seen(), stacklevel=2)
+        elif kind is None and not self._records:
+            warnings.warn(self._nothing_kept(), stacklevel=2)
 
     # Reading.
 
@@ -263,9 +270,11 @@ class Lens:
     def _nothing_kept(self) -> str:
         if not self._calls:
             return self._nothing_seen()
-        if self._readouts is not None:
+        if self._readouts is not None and self._records:
             return ONLY_RESULTS
-        return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen"
+        return (
+            f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen, numbered from 0"
+        )
 
     def _nothing_seen(self) -> str:
         alike = [
