@@ -230,6 +230,11 @@ def test_on_call_runs_before_the_layer_returns():
 
     with Lens(model, readouts=es.Entropy(), on_call=look):
         model(ids)
+    saved = []
+    with Lens(model, on_call=saved.append) as lens:
+        model(ids)
+    assert saved[0].value.shape == (1, 2, 5, 8) and lens[0].value is None
+    order = order[:6]
     assert order == ["call", "output"] * 3
     index, name, module, query, value, mask, results = calls[2]
     assert (index, name, module) == (2, "blocks.2.attention", model.blocks[2].attention)

@@ -228,7 +228,7 @@ class Lens:
             call.results = call.weights.read(self._readouts)
         if self._on_call is not None:
             self._on_call(call)
-        self._keep(call)
+        self._keep(replace(call, value=call.value if self._values else None))
 
     def _keep(self, call: Call) -> None:
         passes = self._records.setdefault(call.name, [])
@@ -239,8 +239,6 @@ class Lens:
             none.key = call.key.new_empty(*call.key.shape[:2], 0, d)
             passes.append(none)
             return
-        if not self._values:
-            call.value = None
         last = passes[-1] if passes else None
         # What is kept can be used anywhere, also if the model runs in inference mode.
         with torch.inference_mode(False), torch.no_grad():
