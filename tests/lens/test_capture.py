@@ -174,6 +174,26 @@ def test_inference_mode_may_come_and_go(first):
         weights.entropy().sum().backward()
 
 
+class Attend(nn.Module):
+    def forward(self, *tensors, **settings):
+        return F.scaled_dot_product_attention(*tensors, **settings)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_mask_that_is_written_to(inference):
+    with torch.inference_mode(inference), Lens(Attend()) as lens:
+        q, mask = torch.randn(1, 2, 5, 4), torch.rand(1, 1, 5, 5) > 0.3
+        mask[..., 0] = True
+        seen = [mask.clone()]
+        lens.model(q, q, q, mask)
+        for change in (lambda: mask.fill_(True).tril_(), lambda: mask[..., 3].fill_(False)):
+            change()
+            seen.append(mask.clone())
+            lens.model(q, q, q, mask)
+    for call, expected in zip(lens.passes(0), seen, strict=True):
+        assert torch.equal(call.weights.dense() > 0, expected.expand(1, 2, 5, 5))
+
+
 def test_what_is_kept_lies_side_by_side():
     model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
     with Lens(model) as lens:

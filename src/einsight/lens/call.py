@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,13 +117,24 @@ _last: list[Any] = []  # the last mask tensor recognised: the layers of a model 
 
 
 def recognised(mask: Tensor, visible: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, int]:
-    version = 0 if mask.is_inference() else mask._version
+    # An inference tensor has no version: only a copy tells whether it was written to.
+    version = None if mask.is_inference() else mask._version
     signature = (mask.data_ptr(), tuple(mask.shape), mask.stride(), version, i, j)
-    if _last and _last[0] is mask and _last[1] == signature:
+    if _last and _last[0] is mask and _last[1] == signature and (version is not None or torch.equal(mask, _last[3])):
         return _last[2]
-    found = recognise(visible, i, j)
-    _last[:] = [mask, signature, found]
-    return found
+    rule, place = recognise(visible, i, j)
+    if isinstance(rule.other, Tensor) and visible.dtype == mask.dtype:
+        rule = replace(rule, other=_copy(rule.other))  # the model may write into its own
+    _last[:] = [mask, signature, (rule, place), None if version is not None else mask.clone()]
+    return rule, place
+
+
+def _copy(mask: Tensor) -> Tensor:
+    """A copy without what is repeated over batch and heads."""
+    for dim in (0, 1):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.clone()
 
 
 def ungrouped(key: Tensor, value: Tensor | None, h: int) -> tuple[Tensor, Tensor | None]:
