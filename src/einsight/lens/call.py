@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import einsight as es
-from einsight.lens.rules import Rule, recognise, split
+from einsight.lens.rules import Rule, once, recognise, split
 
 ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
 
@@ -101,6 +101,7 @@ def make(
         if mask.dtype != torch.bool:
             visible, added = split(visible[..., :j])
             if added is not None:
+                added = once(added)
                 bias = added if bias is None else bias.detach() + added
         rule, place = recognised(mask, visible[..., :j], i, j)
     settings = {

@@ -270,9 +270,7 @@ class Lens:
             return self._nothing_seen()
         if self._readouts is not None and self._records:
             return ONLY_RESULTS
-        return (
-            f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen, numbered from 0"
-        )
+        return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen, numbered from 0"
 
     def _nothing_seen(self) -> str:
         alike = [
