@@ -194,6 +194,22 @@ def test_a_mask_that_is_written_to(inference):
         assert torch.equal(call.weights.dense() > 0, expected.expand(1, 2, 5, 5))
 
 
+def test_padding_behind_a_single_query():
+    q, k = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 6, 8)
+    keep = torch.arange(6)[None] < 4
+    with Lens(Attend()) as lens:
+        for _ in range(2):
+            lens.model(q, k, k, keep)
+    assert len(lens.passes(0)) == 2
+    expected = torch.softmax((q @ k.mT / 8**0.5).masked_fill(~keep, -torch.inf), -1)
+    torch.testing.assert_close(lens[0].weights.dense(), expected)
+    with Lens(Attend()) as lens:  # room in a static cache
+        for n in (4, 5):
+            cache = torch.where(torch.arange(6)[:, None] < n, k, 0)
+            lens.model(q, cache, cache, torch.arange(6)[None] < n)
+    assert lens[0].weights.shape == (2, 2, 2, 5)
+
+
 def test_what_is_kept_lies_side_by_side():
     model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
     with Lens(model) as lens:
