@@ -83,6 +83,24 @@ def test_multihead_attention_unbatched_and_cross():
         torch.testing.assert_close(lens.cross[0].weights.dense()[0], weights)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_self_attention_of_inputs_made_apart(need_weights):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.cross_attn = (nn.MultiheadAttention(12, 3, batch_first=True) for _ in range(2))
+            self.norm = nn.LayerNorm(12)
+
+        def forward(self, x):
+            self.attn(*(self.norm(x) for _ in range(3)), need_weights=need_weights)
+            return self.cross_attn(x, x + 1, x, need_weights=need_weights)
+
+    with Lens(Block()) as lens:
+        lens.model(torch.randn(2, 5, 12))
+    assert lens.names == ("attn",)
+    assert lens.cross[0].name == "cross_attn"
+
+
 def test_extra_keys_of_multihead_attention():
     layer = nn.MultiheadAttention(12, 3, add_bias_kv=True, add_zero_attn=True, batch_first=True)
     x = torch.randn(2, 5, 12)
