@@ -1,7 +1,9 @@
 """What the lens sees, and that nothing changes by it, in models that aren't Hugging Face's."""
 
 import contextlib
+import copy
 import inspect
+import io
 import subprocess
 import sys
 import threading
@@ -378,6 +380,45 @@ def test_two_threads():
     for thread in threads:
         thread.join()
     assert found == {4: ({4}, 20, 3), 6: ({6}, 20, 3)}
+
+
+def test_closed_in_another_thread():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 4))
+    lens, first, done = Lens(model), threading.Event(), threading.Event()
+    found = []
+
+    def work():
+        lens.__enter__()
+        model(ids)
+        first.set()
+        done.wait(20)
+        model(ids)  # in no lens
+        with Lens(model) as second:
+            model(ids)
+        found.append([len(second.passes(0)), len(second)])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    first.wait(20)
+    lens.__exit__(None, None, None)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    done.set()
+    thread.join()
+    assert len(lens.passes(0)) == 1 and found == [[1, 3]]
+
+
+def test_copied_and_saved_in_a_lens():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 4))
+    with Lens(model) as lens:
+        output = model(ids)
+        copied, file = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, file)
+        assert torch.equal(copied(ids), output)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert torch.equal(copied(ids), output) and torch.equal(loaded(ids), output)
+    with Lens(copied) as other:
+        copied(ids)
+    assert len(lens.passes(0)) == len(other.passes(0)) == 1
 
 
 def test_an_exception_leaves_no_trace():

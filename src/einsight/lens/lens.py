@@ -21,7 +21,7 @@ from einsight.lens.record import Record
 from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
 from einsight.lens.store import Store
-from einsight.lens.watch import here, in_backward
+from einsight.lens.watch import Watch, here, in_backward
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoderdecoder|multihead_attn$", re.IGNORECASE)
@@ -93,20 +93,22 @@ class Lens:
         self._counts: dict[str, int] = {}
         self._in_generation = False
         self._names: dict[int, str] = {}
+        self._watch: Watch | None = None
         self._attached = False
 
     def __enter__(self) -> Lens:
         for name, module in self.model.named_modules():
             self._names[id(module)] = _clean(name)  # of nested wrappers the innermost says it last
-        watch = here()
+        self._watch = here()
         self._attached = huggingface.attach(lambda *given: here().from_interface(*given))
-        watch.open(self)
+        self._watch.open(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        here().close(self)
+        assert self._watch is not None
+        self._watch.close(self)  # it may have been opened in another thread
         if self._attached:
             huggingface.detach()
         if kind is None and not self._calls:
