@@ -421,6 +421,35 @@ def test_copied_and_saved_in_a_lens():
     assert len(lens.passes(0)) == len(other.passes(0)) == 1
 
 
+def test_what_else_is_refused():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 6))
+    with Lens(model) as lens:
+        model(ids)
+    bare = inspect.unwrap  # without the check of types that the tests wrap around them
+    for wrong in (slice(0, 2), None, 1.0, True):
+        with pytest.raises(TypeError, match="a layer is chosen by its number or name, one at a time, not"):
+            bare(Lens._find)(lens, wrong, False)
+    for arguments, error, said in [
+        ({"readouts": 3}, TypeError, r"a readout must be one of einsight's, such as Entropy\(\), not 3"),
+        ({"readouts": [es.Entropy]}, TypeError, "a readout must be an instance"),
+        ({"keep_on": "foo"}, ValueError, "keep_on must be a device that is there, such as 'cpu', not 'foo'"),
+    ]:
+        with pytest.raises(error, match=said):
+            Lens(model, **arguments)
+    for query, error, said in [
+        (1.5, TypeError, "query must be an int"),
+        (9, ValueError, "query names 9, but there are"),
+    ]:
+        with pytest.raises(error, match=said):
+            bare(Lens.rollout)(lens, query)
+    with pytest.raises(TypeError, match=r"tokens must be token ids .* not 'text'; write tokenizer\(text\)"):
+        lens.heads("text")
+    with pytest.raises(TypeError, match=r"tokens must be token ids .* not None"):
+        lens.heads(None)
+    with pytest.raises(ValueError, match="top takes how many rows, 0 or more, not -1"):
+        lens.heads(ids).top(-1)
+
+
 def test_an_exception_leaves_no_trace():
     from torch.overrides import _get_current_function_mode_stack
 

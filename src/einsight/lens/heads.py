@@ -60,6 +60,8 @@ class Heads:
 
     def top(self, n: int) -> Heads:
         """The first n rows."""
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"top takes how many rows, 0 or more, not {n!r}")
         return self._take(range(min(n, len(self))))
 
     def grid(self, column: str) -> Float[Tensor, "layer head"]:
@@ -273,7 +275,13 @@ def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
     if isinstance(tokens, Mapping) or hasattr(tokens, "input_ids"):
         real = tokens.get("attention_mask")
         tokens = tokens["input_ids"]
-    ids = torch.as_tensor(tokens)
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {tokens!r}"
+            + ("; write tokenizer(text)" if isinstance(tokens, str) else "")
+        ) from error
     if ids.dtype.is_floating_point or ids.ndim not in (1, 2):
         raise TypeError(
             f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}"

@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import einsight as es
+from einsight.coordinates import as_int
+from einsight.functional import unpack
 from einsight.lens import huggingface
 from einsight.lens.call import ONLY_RESULTS, Call, ungrouped
 from einsight.lens.heads import Heads, table
@@ -22,6 +24,7 @@ from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
 from einsight.lens.store import Store
 from einsight.lens.watch import Watch, here, in_backward
+from einsight.problem import check_is_readout
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoderdecoder|multihead_attn$", re.IGNORECASE)
@@ -80,6 +83,10 @@ class Lens:
             )
         if on_call is not None and not callable(on_call):
             raise TypeError(f"on_call must be a function of a Call, not {on_call!r}")
+        for readout in unpack(() if readouts is None else readouts)[0]:
+            check_is_readout(readout)
+        if keep_on is not None:
+            _check_device(keep_on)
         if values and readouts is not None:
             raise ValueError("values=True keeps values and readouts= keeps only results: leave out one of them")
         self.model = model
@@ -257,6 +264,9 @@ class Lens:
             if name in self._records:
                 return name
             raise KeyError(f"no layer {layer!r} was kept; there are {', '.join(self._records)}")
+        layer = as_int(layer)  # type: ignore[assignment]
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise TypeError(f"a layer is chosen by its number or name, one at a time, not {layer!r}")
         order, kind = self._order[cross], "cross-attention" if cross else "self-attention"
         if not -len(order) <= layer < len(order):
             raise IndexError(f"layer {layer} is out of range: the lens saw {len(order)} {kind} layers")
@@ -307,6 +317,13 @@ class _Cross:
 
 def _call(record: Record | Call) -> Call:
     return record.call if isinstance(record, Record) else record
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"keep_on must be a device that is there, such as 'cpu', not {device!r}") from error
 
 
 def _clean(name: str) -> str:
