@@ -293,12 +293,16 @@ def pose(
     return replace(problem, readouts=tuple(check_readout(r, problem) for r in readouts)) if readouts else problem
 
 
-def check_readout(readout: Any, problem: Problem) -> Readout:
-    """The readout made ready for the problem, or a refusal."""
+def check_is_readout(readout: Any) -> None:
     if isinstance(readout, type) and issubclass(readout, Readout):
         raise TypeError(f"a readout must be an instance: write {readout.__name__}(…) instead of {readout.__name__}")
     if not isinstance(readout, Readout):
         raise TypeError(f"a readout must be one of einsight's, such as Entropy(), not {readout!r}")
+
+
+def check_readout(readout: Any, problem: Problem) -> Readout:
+    """The readout made ready for the problem, or a refusal."""
+    check_is_readout(readout)
     if readout.positional and not problem.is_placed:
         raise ValueError(offset_needed(f"the readout {readout!r}", problem.given))
     sizes = problem.sizes

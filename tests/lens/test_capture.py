@@ -1,7 +1,9 @@
 """What the lens sees, and that nothing changes by it, in models that aren't Hugging Face's."""
 
 import contextlib
+import copy
 import inspect
+import io
 import subprocess
 import sys
 import threading
@@ -81,6 +83,24 @@ def test_multihead_attention_unbatched_and_cross():
         assert (len(lens), len(lens.cross)) == (0, 1)
         _, weights = layer(query, key, value, average_attn_weights=False)
         torch.testing.assert_close(lens.cross[0].weights.dense()[0], weights)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_self_attention_of_inputs_made_apart(need_weights):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.cross_attn = (nn.MultiheadAttention(12, 3, batch_first=True) for _ in range(2))
+            self.norm = nn.LayerNorm(12)
+
+        def forward(self, x):
+            self.attn(*(self.norm(x) for _ in range(3)), need_weights=need_weights)
+            return self.cross_attn(x, x + 1, x, need_weights=need_weights)
+
+    with Lens(Block()) as lens:
+        lens.model(torch.randn(2, 5, 12))
+    assert lens.names == ("attn",)
+    assert lens.cross[0].name == "cross_attn"
 
 
 def test_extra_keys_of_multihead_attention():
@@ -174,6 +194,42 @@ def test_inference_mode_may_come_and_go(first):
         weights.entropy().sum().backward()
 
 
+class Attend(nn.Module):
+    def forward(self, *tensors, **settings):
+        return F.scaled_dot_product_attention(*tensors, **settings)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_mask_that_is_written_to(inference):
+    with torch.inference_mode(inference), Lens(Attend()) as lens:
+        q, mask = torch.randn(1, 2, 5, 4), torch.rand(1, 1, 5, 5) > 0.3
+        mask[..., 0] = True
+        seen = [mask.clone()]
+        lens.model(q, q, q, mask)
+        for change in (lambda: mask.fill_(True).tril_(), lambda: mask[..., 3].fill_(False)):
+            change()
+            seen.append(mask.clone())
+            lens.model(q, q, q, mask)
+    for call, expected in zip(lens.passes(0), seen, strict=True):
+        assert torch.equal(call.weights.dense() > 0, expected.expand(1, 2, 5, 5))
+
+
+def test_padding_behind_a_single_query():
+    q, k = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 6, 8)
+    keep = torch.arange(6)[None] < 4
+    with Lens(Attend()) as lens:
+        for _ in range(2):
+            lens.model(q, k, k, keep)
+    assert len(lens.passes(0)) == 2
+    expected = torch.softmax((q @ k.mT / 8**0.5).masked_fill(~keep, -torch.inf), -1)
+    torch.testing.assert_close(lens[0].weights.dense(), expected)
+    with Lens(Attend()) as lens:  # room in a static cache
+        for n in (4, 5):
+            cache = torch.where(torch.arange(6)[:, None] < n, k, 0)
+            lens.model(q, cache, cache, torch.arange(6)[None] < n)
+    assert lens[0].weights.shape == (2, 2, 2, 5)
+
+
 def test_what_is_kept_lies_side_by_side():
     model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
     with Lens(model) as lens:
@@ -191,6 +247,14 @@ def test_layers_chosen():
         lens[1]
 
 
+def test_layers_that_are_not_there():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (1, 4))
+    with pytest.warns(UserWarning, match=r"layers=\[99\], and 3 were seen, numbered from 0"), Lens(model, layers=[99]):
+        model(ids)
+    with pytest.raises(ValueError, match=r"numbered from 0, and how many there are is not known .* not \[-1\]"):
+        Lens(model, layers=[0, -1])
+
+
 def test_readouts_on_the_way_keep_nothing_else():
     model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (2, 6))
     with Lens(model, readouts={"recv": es.Received(queries=slice(-2, None)), "top": es.TopK(2)}) as lens:
@@ -203,6 +267,10 @@ def test_readouts_on_the_way_keep_nothing_else():
     assert torch.equal(lens[1].results["top"].indices, kept[1].weights.topk(2).indices)
     with pytest.raises(LookupError, match="keeps only results"):
         lens.heads(ids)
+    with pytest.raises(LookupError, match="keeps only results"):
+        _ = lens[1].weights
+    with pytest.raises(ValueError, match="values=True keeps values and readouts= keeps only results"):
+        Lens(model, readouts=es.Entropy(), values=True)
 
 
 def test_on_call_runs_before_the_layer_returns():
@@ -218,6 +286,11 @@ def test_on_call_runs_before_the_layer_returns():
 
     with Lens(model, readouts=es.Entropy(), on_call=look):
         model(ids)
+    saved = []
+    with Lens(model, on_call=saved.append) as lens:
+        model(ids)
+    assert saved[0].value.shape == (1, 2, 5, 8) and lens[0].value is None
+    order = order[:6]
     assert order == ["call", "output"] * 3
     index, name, module, query, value, mask, results = calls[2]
     assert (index, name, module) == (2, "blocks.2.attention", model.blocks[2].attention)
@@ -307,6 +380,74 @@ def test_two_threads():
     for thread in threads:
         thread.join()
     assert found == {4: ({4}, 20, 3), 6: ({6}, 20, 3)}
+
+
+def test_closed_in_another_thread():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 4))
+    lens, first, done = Lens(model), threading.Event(), threading.Event()
+    found = []
+
+    def work():
+        lens.__enter__()
+        model(ids)
+        first.set()
+        done.wait(20)
+        model(ids)  # in no lens
+        with Lens(model) as second:
+            model(ids)
+        found.append([len(second.passes(0)), len(second)])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    first.wait(20)
+    lens.__exit__(None, None, None)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    done.set()
+    thread.join()
+    assert len(lens.passes(0)) == 1 and found == [[1, 3]]
+
+
+def test_copied_and_saved_in_a_lens():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 4))
+    with Lens(model) as lens:
+        output = model(ids)
+        copied, file = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, file)
+        assert torch.equal(copied(ids), output)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert torch.equal(copied(ids), output) and torch.equal(loaded(ids), output)
+    with Lens(copied) as other:
+        copied(ids)
+    assert len(lens.passes(0)) == len(other.passes(0)) == 1
+
+
+def test_what_else_is_refused():
+    model, ids = GPT("sdpa").eval(), torch.randint(0, 17, (1, 6))
+    with Lens(model) as lens:
+        model(ids)
+    bare = inspect.unwrap  # without the check of types that the tests wrap around them
+    for wrong in (slice(0, 2), None, 1.0, True):
+        with pytest.raises(TypeError, match="a layer is chosen by its number or name, one at a time, not"):
+            bare(Lens._find)(lens, wrong, False)
+    for arguments, error, said in [
+        ({"readouts": 3}, TypeError, r"a readout must be one of einsight's, such as Entropy\(\), not 3"),
+        ({"readouts": [es.Entropy]}, TypeError, "a readout must be an instance"),
+        ({"keep_on": "foo"}, ValueError, "keep_on must be a device that is there, such as 'cpu', not 'foo'"),
+    ]:
+        with pytest.raises(error, match=said):
+            Lens(model, **arguments)
+    for query, error, said in [
+        (1.5, TypeError, "query must be an int"),
+        (9, ValueError, "query names 9, but there are"),
+    ]:
+        with pytest.raises(error, match=said):
+            bare(Lens.rollout)(lens, query)
+    with pytest.raises(TypeError, match=r"tokens must be token ids .* not 'text'; write tokenizer\(text\)"):
+        lens.heads("text")
+    with pytest.raises(TypeError, match=r"tokens must be token ids .* not None"):
+        lens.heads(None)
+    with pytest.raises(ValueError, match="top takes how many rows, 0 or more, not -1"):
+        lens.heads(ids).top(-1)
 
 
 def test_an_exception_leaves_no_trace():

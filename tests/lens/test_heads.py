@@ -150,6 +150,36 @@ def test_windows_and_biases_go_the_direct_way():
     assert "special" not in heads.columns
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_that_a_module_copies_for_each_head(causal):
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 20, batch_first=True), 2, enable_nested_tensor=False
+    )
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    mask = torch.ones(6, 6).triu(1).bool() if causal else None
+    with Lens(model) as lens:
+        model(torch.randn(2, 6, 16), mask=mask, src_key_padding_mask=padding)
+    assert lens[0].rule.other is None and lens[0].rule.causal == causal
+    assert torch.equal(lens[0].rule.keep, ~padding)
+    assert len(lens.heads(torch.randint(0, 17, (2, 6)))) == 8
+
+
+def test_a_mask_for_each_head():
+    model = nn.MultiheadAttention(12, 3, batch_first=True)
+    x, hidden = torch.randn(2, 6, 12), torch.rand(6, 6, 6) > 0.5
+    hidden[..., 0] = False
+    with Lens(model) as lens:
+        model(x, x, x, attn_mask=hidden)
+    heads = lens.heads(torch.randint(0, 17, (2, 6)))
+    entropy, visible = lens[0].weights.entropy(), (~hidden).sum(-1).unflatten(0, (2, 3))
+    told = visible > 1
+    relative = torch.where(told, entropy / visible.clamp(min=2).log(), 0)
+    expected = relative.sum((0, 2)) / told.sum((0, 2))
+    torch.testing.assert_close(
+        torch.tensor(heads["relative"]), expected.double(), atol=1e-5, rtol=1e-5, check_dtype=False
+    )
+
+
 def test_what_cannot_be_told_is_nan_and_sorts_last():
     q = torch.randn(1, 2, 3, 4)
     with Lens(Fixed()) as lens:

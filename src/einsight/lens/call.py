@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import einsight as es
-from einsight.lens.rules import Rule, recognise, split
+from einsight.lens.rules import Rule, once, recognise, split
+
+ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
 
 
 @dataclass(eq=False)
@@ -33,6 +35,7 @@ class Call:
     index: int = -1
     module: nn.Module | None = None
     results: Any = None
+    _read: bool = False  # whether only the results were kept
 
     @property
     def mask(self) -> es.Mask | None:
@@ -42,6 +45,8 @@ class Call:
     @property
     def weights(self) -> es.AttentionWeights:
         """The call's weights, as a linear operator that is never materialised."""
+        if self._read:
+            raise LookupError(ONLY_RESULTS)
         return es.AttentionWeights(self.query, self.key, self.mask, offset=self.offset, **self.settings)
 
     def __repr__(self) -> str:
@@ -96,6 +101,7 @@ def make(
         if mask.dtype != torch.bool:
             visible, added = split(visible[..., :j])
             if added is not None:
+                added = once(added)
                 bias = added if bias is None else bias.detach() + added
         rule, place = recognised(mask, visible[..., :j], i, j)
     settings = {
@@ -112,13 +118,24 @@ _last: list[Any] = []  # the last mask tensor recognised: the layers of a model 
 
 
 def recognised(mask: Tensor, visible: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, int]:
-    version = 0 if mask.is_inference() else mask._version
+    # An inference tensor has no version: only a copy tells whether it was written to.
+    version = None if mask.is_inference() else mask._version
     signature = (mask.data_ptr(), tuple(mask.shape), mask.stride(), version, i, j)
-    if _last and _last[0] is mask and _last[1] == signature:
+    if _last and _last[0] is mask and _last[1] == signature and (version is not None or torch.equal(mask, _last[3])):
         return _last[2]
-    found = recognise(visible, i, j)
-    _last[:] = [mask, signature, found]
-    return found
+    rule, place = recognise(visible, i, j)
+    if isinstance(rule.other, Tensor) and visible.dtype == mask.dtype:
+        rule = replace(rule, other=_copy(rule.other))  # the model may write into its own
+    _last[:] = [mask, signature, (rule, place), None if version is not None else mask.clone()]
+    return rule, place
+
+
+def _copy(mask: Tensor) -> Tensor:
+    """A copy without what is repeated over batch and heads."""
+    for dim in (0, 1):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.clone()
 
 
 def ungrouped(key: Tensor, value: Tensor | None, h: int) -> tuple[Tensor, Tensor | None]:

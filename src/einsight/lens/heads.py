@@ -60,6 +60,8 @@ class Heads:
 
     def top(self, n: int) -> Heads:
         """The first n rows."""
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"top takes how many rows, 0 or more, not {n!r}")
         return self._take(range(min(n, len(self))))
 
     def grid(self, column: str) -> Float[Tensor, "layer head"]:
@@ -163,7 +165,7 @@ class _Sequence:
 
     def ask(
         self, call: Call, item: int, chosen: Int[Tensor, " i"]
-    ) -> dict[str, tuple[Float[Tensor, "h i"], Bool[Tensor, " i"]]]:
+    ) -> dict[str, tuple[Float[Tensor, "h i"], Bool[Tensor, "#h i"] | Bool[Tensor, " i"]]]:
         """Each column's values, and the queries for which it can be told."""
         query, key = call.query[item : item + 1], call.key[item : item + 1]
         if len(chosen) < query.shape[2]:
@@ -223,7 +225,7 @@ class _Sequence:
 
     def _directly(
         self, call: Call, item: int, chosen: Int[Tensor, " i"]
-    ) -> tuple[dict[str, Float[Tensor, "h i"]], Int[Tensor, " i"]]:
+    ) -> tuple[dict[str, Float[Tensor, "h i"]], Int[Tensor, "#h i"]]:
         """The same from readouts of the weights as they are, under any mask and bias."""
         i = call.query.shape[2]
         ids = torch.full((1, i), -1).index_copy(1, chosen, self.ids[None])
@@ -259,11 +261,13 @@ def _real(real: Bool[Tensor, "b m"] | None, keep: Bool[Tensor, "#b i"] | None, i
     return torch.arange(i)
 
 
-def _visible(call: Call, item: int, chosen: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def _visible(call: Call, item: int, chosen: Int[Tensor, " n"]) -> Int[Tensor, "#h n"]:
     """How many keys each query may see: exp of the lse of equal scores."""
-    query, key = torch.zeros_like(call.query[:, :1, :, :1]), torch.zeros_like(call.key[:, :1, :, :1])
+    # Only a mask that is no rule can differ between heads.
+    heads = slice(1) if call.rule.other is None else slice(None)
+    query, key = torch.zeros_like(call.query[:, heads, :, :1]), torch.zeros_like(call.key[:, heads, :, :1])
     equal = es.AttentionWeights(query, key, call.mask, offset=call.offset).select(batch=[item], queries=chosen)
-    return equal.lse()[0, 0].exp().round().cpu().long()
+    return equal.lse()[0].exp().round().cpu().long()
 
 
 def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
@@ -271,7 +275,13 @@ def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
     if isinstance(tokens, Mapping) or hasattr(tokens, "input_ids"):
         real = tokens.get("attention_mask")
         tokens = tokens["input_ids"]
-    ids = torch.as_tensor(tokens)
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {tokens!r}"
+            + ("; write tokenizer(text)" if isinstance(tokens, str) else "")
+        ) from error
     if ids.dtype.is_floating_point or ids.ndim not in (1, 2):
         raise TypeError(
             f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {ids.dtype} {list(ids.shape)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -14,14 +14,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import einsight as es
+from einsight.coordinates import as_int
+from einsight.functional import unpack
 from einsight.lens import huggingface
-from einsight.lens.call import Call, ungrouped
+from einsight.lens.call import ONLY_RESULTS, Call, ungrouped
 from einsight.lens.heads import Heads, table
 from einsight.lens.record import Record
 from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
 from einsight.lens.store import Store
-from einsight.lens.watch import here, in_backward
+from einsight.lens.watch import Watch, here, in_backward
+from einsight.problem import check_is_readout
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoderdecoder|multihead_attn$", re.IGNORECASE)
@@ -73,8 +76,19 @@ class Lens:
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if layers is not None and (isinstance(layers, str) or not isinstance(layers, Container)):
             raise TypeError(f"layers must be a range, list or set of layer numbers, not {layers!r}")
+        negative = [n for n in layers if n < 0] if isinstance(layers, Collection) else []
+        if negative:
+            raise ValueError(
+                f"layers are numbered from 0, and how many there are is not known before the model runs: not {negative}"
+            )
         if on_call is not None and not callable(on_call):
             raise TypeError(f"on_call must be a function of a Call, not {on_call!r}")
+        for readout in unpack(() if readouts is None else readouts)[0]:
+            check_is_readout(readout)
+        if keep_on is not None:
+            _check_device(keep_on)
+        if values and readouts is not None:
+            raise ValueError("values=True keeps values and readouts= keeps only results: leave out one of them")
         self.model = model
         self._readouts, self._layers, self._values = readouts, layers, values
         self._keep_on, self._on_call = keep_on, on_call
@@ -86,24 +100,28 @@ class Lens:
         self._counts: dict[str, int] = {}
         self._in_generation = False
         self._names: dict[int, str] = {}
+        self._watch: Watch | None = None
         self._attached = False
 
     def __enter__(self) -> Lens:
         for name, module in self.model.named_modules():
             self._names[id(module)] = _clean(name)  # of nested wrappers the innermost says it last
-        watch = here()
+        self._watch = here()
         self._attached = huggingface.attach(lambda *given: here().from_interface(*given))
-        watch.open(self)
+        self._watch.open(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        here().close(self)
+        assert self._watch is not None
+        self._watch.close(self)  # it may have been opened in another thread
         if self._attached:
             huggingface.detach()
-        if not self._calls and kind is None:
+        if kind is None and not self._calls:
             warnings.warn(self._nothing_seen(), stacklevel=2)
+        elif kind is None and not self._records:
+            warnings.warn(self._nothing_kept(), stacklevel=2)
 
     # Reading.
 
@@ -219,18 +237,17 @@ class Lens:
             call.results = call.weights.read(self._readouts)
         if self._on_call is not None:
             self._on_call(call)
-        self._keep(call)
+        self._keep(replace(call, value=call.value if self._values else None))
 
     def _keep(self, call: Call) -> None:
         passes = self._records.setdefault(call.name, [])
         if self._readouts is not None:
             b, h, _, d = call.query.shape
             none = replace(call, query=call.query.new_empty(b, h, 0, d), value=None, settings={}, rule=Rule())
+            none._read = True
             none.key = call.key.new_empty(*call.key.shape[:2], 0, d)
             passes.append(none)
             return
-        if not self._values:
-            call.value = None
         last = passes[-1] if passes else None
         # What is kept can be used anywhere, also if the model runs in inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -247,6 +264,9 @@ class Lens:
             if name in self._records:
                 return name
             raise KeyError(f"no layer {layer!r} was kept; there are {', '.join(self._records)}")
+        layer = as_int(layer)  # type: ignore[assignment]
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise TypeError(f"a layer is chosen by its number or name, one at a time, not {layer!r}")
         order, kind = self._order[cross], "cross-attention" if cross else "self-attention"
         if not -len(order) <= layer < len(order):
             raise IndexError(f"layer {layer} is out of range: the lens saw {len(order)} {kind} layers")
@@ -260,9 +280,9 @@ class Lens:
     def _nothing_kept(self) -> str:
         if not self._calls:
             return self._nothing_seen()
-        if self._readouts is not None:
-            return "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
-        return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen"
+        if self._readouts is not None and self._records:
+            return ONLY_RESULTS
+        return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen, numbered from 0"
 
     def _nothing_seen(self) -> str:
         alike = [
@@ -297,6 +317,13 @@ class _Cross:
 
 def _call(record: Record | Call) -> Call:
     return record.call if isinstance(record, Record) else record
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"keep_on must be a device that is there, such as 'cpu', not {device!r}") from error
 
 
 def _clean(name: str) -> str:

@@ -54,7 +54,10 @@ class Record:
     def __init__(self, call: Call, keep_on: Any, store: Store):
         self.keep_on, self.store = keep_on, store
         self.template = replace(call, value=None)
-        width, call = _written(call)
+        if _may_be_static(call):
+            width, call = _written(call)
+        else:
+            width = call.key.shape[2]
         self.query = Growing(self._own(call.query))
         self.key = Growing(self._own(call.key))
         self.value = None if call.value is None else Growing(self._own(call.value))
@@ -80,6 +83,9 @@ class Record:
         old = call.key[:, :1, :before].to(self.key.buffer.device)
         if before > stored:
             return False
+        last = self.pieces[-1]
+        if isinstance(last.offset, int) and last.keys > last.offset + last.i:
+            return False  # keys behind its last query that are padding: nothing goes on from there
         if not _equal(old, self.key.get()[:, :1, stored - before :]):
             if before == stored and (rows := _reordered(old, self.key.get()[:, :1])) is not None:
                 for grown in self._grown():
@@ -184,6 +190,16 @@ class Record:
 def _piece(call: Call, offset: Any, keys: int, width: int) -> Piece:
     bias = call.settings.get("bias")
     return Piece(call.rule, call.query.shape[2], offset, keys, width, bias if isinstance(bias, Tensor) else None)
+
+
+def _may_be_static(call: Call) -> bool:
+    """Whether what a first call hides behind its last query can be a static cache's room, not padding.
+
+    The mask of a single query doesn't tell, but what wasn't written to yet is zero.
+    """
+    if call.query.shape[2] > 1 or not isinstance(call.offset, int):
+        return True
+    return not bool(call.key[:, :, call.offset + 1 :].any())
 
 
 def _written(call: Call) -> tuple[int, Call]:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from einsight.coordinates import as_axis, numbers
 from einsight.lens.call import Call
 
 
@@ -19,9 +20,9 @@ def rollout(calls: list[Call], query: Any) -> Float[Tensor, "b n j"]:
         raise ValueError(
             f"rollout needs layers that all map the same tokens onto themselves, but (queries, keys) are {shapes}"
         )
-    chosen = [query] if isinstance(query, int) else query
+    chosen = numbers(as_axis(query, i, "query"))
     eye = torch.eye(i, dtype=calls[0].weights.dtype, device=calls[0].query.device)
-    rows = eye[chosen].expand(b, -1, -1)
+    rows = eye[chosen.to(eye.device)].expand(b, -1, -1)
     for call in reversed(calls):
         h = call.query.shape[1]
         spread = call.weights.mT @ rows.mT[:, None].expand(b, h, i, rows.shape[1])

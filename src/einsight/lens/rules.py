@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 import einsight as es
@@ -43,8 +43,7 @@ class Rule:
 def recognise(mask: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, int]:
     """The rule behind a boolean mask, True where a query may see a key, and where query 0 stands."""
     everywhere = max(j - i, 0)
-    if mask.shape[1] != 1 and mask.stride(1) == 0:
-        mask = mask[:, :1]
+    mask = once(mask)
     if mask.shape[1] != 1 or mask.shape[-1] != j or 0 in mask.shape:
         return Rule(other=mask), everywhere
     if mask.shape[2] == 1 and i > 1:
@@ -70,6 +69,13 @@ def recognise(mask: Bool[Tensor, "#b #h #i #j"], i: int, j: int) -> tuple[Rule, 
         if torch.equal(seen, rule & kept[:, None]):
             return Rule(causal=True, left=left, keep=_unless_all(kept)), offset
     return Rule(other=mask), offset
+
+
+def once(mask: Shaped[Tensor, "b h i j"]) -> Shaped[Tensor, "b _ i j"]:
+    """A mask without the copies for each head that `nn.MultiheadAttention` makes."""
+    if mask.shape[1] > 1 and (mask.stride(1) == 0 or torch.equal(mask, mask[:, :1].expand_as(mask))):
+        return mask[:, :1]
+    return mask
 
 
 def split(mask: Float[Tensor, ...]) -> tuple[Bool[Tensor, ...], Float[Tensor, ...] | None]:

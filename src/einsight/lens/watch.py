@@ -46,13 +46,15 @@ class Watch(TorchFunctionMode):
         self.cross = False  # whether a multi-head attention that is running looks at other tokens than its own
         self.changed = torch.zeros(())
         self._thread = threading.get_ident()
+        self._entered = False
         self._hooked: dict[int, list[Any]] = {}  # model → [how many lenses, handles]
 
     # Lenses come and go.
 
     def open(self, lens: Lens) -> None:
-        if not self.lenses:
+        if not self._entered:
             self.__enter__()
+            self._entered = True
         self.lenses.append(lens)
         entry = self._hooked.setdefault(id(lens.model), [0, []])
         entry[0] += 1
@@ -71,10 +73,21 @@ class Watch(TorchFunctionMode):
             del self._hooked[id(lens.model)]
         if not self.lenses:
             self.stack.clear()
-            self.__exit__(None, None, None)
+            # Another thread can't take the mode off this one's; it stays, without anyone listening.
+            if threading.get_ident() == self._thread:
+                self.__exit__(None, None, None)
+                self._entered = False
+
+    # A model that is copied or saved in a lens takes its hooks along: to a watch that doesn't know the copy.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Watch], tuple[()]]:
+        return here, ()
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self.lenses and threading.get_ident() == self._thread:
             if not self.stack:
                 self.forward = object()
             self.stack.append(module)
@@ -95,7 +108,7 @@ class Watch(TorchFunctionMode):
             if function is F.scaled_dot_product_attention:
                 compiled.report(self.changed, args, kwargs)
             return output
-        if self.busy:
+        if self.busy or not self.lenses:
             return function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             if "einsight" in sys._getframe(1).f_code.co_names:
