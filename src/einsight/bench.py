@@ -30,6 +30,7 @@ from einsight.problem import pose
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Received
 
 Shape = tuple[int, int, int, int]  # b, h, i = j, d
+Ways = dict[str, Callable[[], Any]]
 
 SHAPES: tuple[Shape, ...] = (
     (4, 8, 512, 64),
@@ -50,7 +51,7 @@ class Case:
 
     group: str
     what: str
-    ways: dict[str, Callable[[], Any]]
+    ways: Ways
     useful: float = 0.0  # floating-point operations
     each: int = 1  # calls between two looks at the clock
     memory: bool = False
@@ -109,8 +110,8 @@ def cases(flex: bool) -> Iterator[Case]:
     """The grid. Tensors are made when a case comes up, and forgotten after it."""
     for shape in SHAPES:
         q, k, v = _tensors(shape)
-        theirs = {"SDPA": partial(sdpa, q, k, v, is_causal=True)}
-        ours = {f"einsight {name}": partial(attention, q, k, v, causal(), engine=name) for name in _able(q, k, v)}
+        theirs: Ways = {"SDPA": partial(sdpa, q, k, v, is_causal=True)}
+        ours: Ways = {f"einsight {name}": partial(attention, q, k, v, causal(), engine=name) for name in _able(q, k, v)}
         if flex and shape in SHAPES[1:2]:
             ours["flex_attention"] = _flex(q, k, v, lambda b, h, i, j: i >= j)
         useful = _useful(shape)
@@ -125,7 +126,7 @@ def cases(flex: bool) -> Iterator[Case]:
     shape = (32, 8, 512, 64)
     q, k, v = _tensors(shape)
     mask = torch.triu(torch.ones(512, 512), diagonal=1).bool()
-    ways = {
+    ways: Ways = {
         "five lines": partial(_five_lines, q, k, v, mask),
         "einsight": partial(textbook, q, k, v, mask),
     }

@@ -114,8 +114,8 @@ class Lens:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._watch is not None
-        self._watch.close(self)  # it may have been opened in another thread
+        if self._watch is not None:
+            self._watch.close(self)  # it may have been opened in another thread
         if self._attached:
             huggingface.detach()
         if kind is None and not self._calls:

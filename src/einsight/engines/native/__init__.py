@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from einsight.problem import Problem
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Received, Scores, Weights
 
 try:
-    from einsight.engines.native import _native as kernel
+    kernel: Any = import_module("einsight.engines.native._native")
 except ImportError:
     kernel = None
 
@@ -89,8 +90,8 @@ def holds(problem: Problem) -> int:
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
     kinds = [type(readout) for readout in problem.readouts]
-    asked = Asked(*(kind in kinds for kind in (LogSumExp, MaxScore, Entropy, Received, Weights, Scores)))
-    sink, slopes = problem.sink, None if problem.bias is None else problem.bias.slopes
+    asked = Asked(*(kind in kinds for kind in _READOUTS))
+    sink, slopes = problem.sink, problem.bias.slopes if isinstance(problem.bias, Alibi) else None
     forward = torch.ops.einsight.native_forward if torch.compiler.is_compiling() else compute
     output, *found = forward(
         problem.query.resolve_neg(),
@@ -108,7 +109,9 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     )
     if not kinds:
         return (None if problem.value is None else output), ()
-    of_kind = dict(zip((LogSumExp, MaxScore, Entropy, Received, Weights, Scores), found, strict=True))
+    of_kind: dict[type[Readout], Tensor] = dict(
+        zip((LogSumExp, MaxScore, Entropy, Received, Weights, Scores), found, strict=True)
+    )
     results = tuple(
         _received(problem, readout, of_kind[Received]) if type(readout) is Received else of_kind[type(readout)]
         for readout in problem.readouts
