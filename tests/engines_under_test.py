@@ -19,8 +19,8 @@ def using(engine: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         if engine == "stream in tiny blocks":
             patch.setattr(stream, "ROWS", 3)
-            # Not smaller still: what all blocks share, such as slopes, sums up its gradient block after block, and some
-            # hundred blocks for 507 scores (24 in each) were more additions than the formula makes, 1.1 × the budget.
+            # With 24 scores in each, one float64 problem's gradient of slopes was at 1.1 × the budget: perhaps for the
+            # hundred sums, block after block, of what all blocks share; not found out.
             patch.setattr(stream, "SCORES", {"cpu": 96})
             engine = "stream"
         if engine == "auto without native":
