@@ -85,41 +85,22 @@ def attention(
         dropout_p="dropout=",
         enable_gqa="nothing: heads are grouped as the shapes say",
     )
+    settings: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "score_mod": score_mod,
+        "bias": bias,
+        "sink": sink,
+        "offset": offset,
+        "dropout": dropout,
+    }
     if has_torch_function((query, key, value)):  # somebody looks on, such as einsight.lens
-        return handle_torch_function(
-            attention,
-            (query, key, value),
-            query,
-            key,
-            value,
-            mask,
-            scale=scale,
-            softcap=softcap,
-            score_mod=score_mod,
-            bias=bias,
-            sink=sink,
-            offset=offset,
-            dropout=dropout,
-            readouts=readouts,
-            engine=engine,
-        )
+        given = (query, key, value)
+        return handle_torch_function(attention, given, *given, mask, readouts=readouts, engine=engine, **settings)
     if value is None:
         raise TypeError(NO_VALUE)
     asked, pack = unpack(() if readouts is None else readouts)
-    problem = pose(
-        query,
-        key,
-        value,
-        mask,
-        scale=scale,
-        softcap=softcap,
-        score_mod=score_mod,
-        bias=bias,
-        sink=sink,
-        offset=offset,
-        dropout=dropout,
-        readouts=asked,
-    )
+    problem = pose(query, key, value, mask, readouts=asked, **settings)
     output, results = choose.run(problem, engine)
     return output if readouts is None else (output, pack(results))
 
