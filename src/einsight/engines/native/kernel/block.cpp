@@ -1,6 +1,6 @@
 // The loop nest: a block of query rows passes over its keys once, a tile at a time. docs/native.md draws it.
 // Compiled once per instruction set; EINSIGHT_LEVEL names the instance.
-#include "products.h"
+#include "gradient.h"
 #include "readouts.h"
 
 namespace einsight {
@@ -10,10 +10,8 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
   int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
   rows.count = task.row_end - task.row_begin;
   for (int64_t r = 0; r < rows.count; r++) {
-    by_dtype(a.dtype, [&](auto element) {
-      pack_query<dtype_of(decltype(element){})>(a, task.batch, s.head[r], s.query[r], a.query_factor(),
-                                                work.query + r * query_stride);
-    });
+    pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(),
+             work.query + r * query_stride);
     rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
     rows.largest[r] = -kInfinity;
   }
@@ -131,7 +129,7 @@ static double peak(int64_t steps) {
 
 #define EINSIGHT_TEXT(x) #x
 #define EINSIGHT_NAME(x) EINSIGHT_TEXT(x)
-extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, attend, merge, finish, peak};
+extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, attend, merge, finish, differentiate, peak};
 
 }  // namespace EINSIGHT_LEVEL
 }  // namespace einsight

@@ -2,17 +2,11 @@
 // threads, nor on the batch: that is why results are the same bits for any of them.
 #include "driver.h"
 
-#include <atomic>
-#include <chrono>
-#include <cstdlib>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <thread>
-#include <vector>
+#include "tasks.h"
 
-#include "threads.h"
+#include <map>
+#include <mutex>
+#include <vector>
 
 namespace einsight {
 namespace {
@@ -20,26 +14,6 @@ namespace {
 constexpr int64_t kChunk = 1024;             // keys in one task where there is a single block of rows
 constexpr int64_t kShared = 48 << 20;        // bytes of packed keys and values held at once
 constexpr int64_t kSmall = 1 << 18;          // multiply-adds below which a second thread costs more than it brings
-
-struct Free { void operator()(float *p) const { std::free(p); } };
-using Memory = std::unique_ptr<float, Free>;
-
-Memory allocate(int64_t floats) {
-  auto p = static_cast<float *>(std::aligned_alloc(64, round_up(floats * 4 + 64, 64)));
-  if (!p) throw std::bad_alloc();
-  return Memory(p);
-}
-
-// Hands out pieces of one allocation. Run once with null to learn the size, once to hand out.
-struct Arena {
-  float *base;
-  int64_t used = 0;
-  float *take(int64_t floats) {
-    float *piece = base ? base + used : nullptr;
-    used += round_up(floats, 16);
-    return piece;
-  }
-};
 
 // The value dimension padded to whole vectors; enough for every width.
 int64_t padded_value(const Request &a) { return round_up(a.e, kMaxWidth); }
@@ -77,44 +51,6 @@ Packed take_tiles(Arena &arena, const Request &a, int64_t tiles) {
   p.values = arena.take(a.value ? tiles * kTile * padded_value(a) : 0);
   return p;
 }
-
-// A loop over tasks, shared by threads; each thread takes the next one when it is free.
-class Loop {
- public:
-  Loop(int threads, int64_t tasks, bool (*interrupted)()) : threads_(threads), tasks_(tasks), interrupted_(interrupted) {}
-
-  // Calls task(thread, n) for n = 0, 1, ... A cancelled loop still calls every task: `cancelled()` says to skip.
-  template <class F> bool run(F task) {
-    struct Shared { Loop *loop; F *task; } shared{this, &task};
-    parallel(static_cast<int>(least(threads_, tasks_)), [](void *p) {
-      auto s = static_cast<Shared *>(p);
-      int thread = s->loop->entered_++;
-      for (int64_t n; (n = s->loop->next_++) < s->loop->tasks_;) {
-        (*s->task)(thread, n);
-        s->loop->ask();
-      }
-    }, &shared);
-    return !cancelled();
-  }
-  bool cancelled() const { return cancelled_; }
-
- private:
-  void ask() {
-    if (std::this_thread::get_id() != caller_ || cancelled_) return;
-    auto now = std::chrono::steady_clock::now();
-    if (now - asked_ < std::chrono::milliseconds(100)) return;
-    asked_ = now;
-    if (interrupted_()) cancelled_ = true;
-  }
-
-  int64_t threads_, tasks_;
-  bool (*interrupted_)();
-  std::atomic<int> entered_{0};
-  std::atomic<int64_t> next_{0};
-  std::atomic<bool> cancelled_{false};
-  std::thread::id caller_ = std::this_thread::get_id();
-  std::chrono::steady_clock::time_point asked_ = std::chrono::steady_clock::now();
-};
 
 // Sums over one block's queries, for each head that reads a key head: heads x [first, last), `stride` apart.
 struct Sums {

@@ -22,10 +22,6 @@ inline void write_output(const Request &a, int64_t at, const float *row, float t
   }
 }
 
-inline void fill(float *to, int64_t begin, int64_t end, float x) {
-  for (int64_t k = begin; k < end; k++) to[k] = x;
-}
-
 // The factor that turns kept exponentials of a tile into weights.
 inline float tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, float inverse) {
   float shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);

@@ -40,6 +40,21 @@ struct Request {
   }
 };
 
+// What the gradients are made from, beside the forward's request, and where they go. Null: not given, or not asked.
+struct Gradient {
+  const void *output, *output_grad;                 // [b, h, i, e] in the inputs' dtype
+  int64_t output_stride[4], output_grad_stride[4];
+  const float *lse, *max_score, *entropy;           // [b, h, i], the forward's results; entropy with its gradient
+  const float *lse_grad, *max_score_grad, *entropy_grad;
+  const float *received_grad, *weights_grad;        // [b, h, j] (of the queries in received_from), [b, h, i, j]
+  float *query_grad, *key_grad, *value_grad;        // [b, h, i, d], [b, g, j, d], [b, g, j, e]; zeros on entry
+  float *slopes_grad;                               // [b, h, i]: each query's part of its head's
+  float *mean_grad;                                 // [b, h, i]: sum of weights times their gradients
+
+  bool of_weights() const { return received_grad || weights_grad; }
+  bool looks_first() const { return of_weights() || max_score_grad; }
+};
+
 constexpr int kGroup = 6;    // query rows in one register tile
 constexpr int kPanel = 64;   // keys in one packed panel
 constexpr int kBlock = 96;   // query rows that share a pass over the keys
@@ -83,6 +98,28 @@ struct Task {
   int64_t key_begin, key_end;     // multiples of kTile, but for the end
 };
 
+constexpr int kPart = 768;  // query rows of one task of the gradients, at most
+
+// Query rows of one key head whose gradients one thread computes. Their share of the gradients of a tile of keys is
+// added when `turns[tile]` says that the parts before have done so: `before[tile]` counts those.
+struct Part {
+  int64_t batch, group, row_begin, row_end;
+  int64_t tile_begin, tile_end;  // the tiles of keys that some row sees
+  int32_t *turns;
+  const int32_t *before;
+};
+
+// A thread's memory for the gradients.
+struct GradientSpace {
+  float *query, *output_grad, *query_grad;   // [kPart][padded d or e]
+  float *keys, *key_rows, *values;           // a tile: panels [d][64], rows in panels [256][columns], panels [e][64]
+  float *key_grad, *value_grad;              // a tile [256][padded d or e]
+  float *weights, *scores_grad, *chain;      // [kBlock][kTile + 16]; chain: derivative of the softcap
+  float *clean;                              // a copy of rows or a panel without what may not be seen
+  float *row[7];                             // [kPart] each
+  uint8_t *unsafe;                           // [kPart]: the row of query or output_grad is NaN or infinite somewhere
+};
+
 // What an instruction set offers. One instance per level; see block.cpp.
 struct Kernel {
   const char *name;
@@ -92,6 +129,7 @@ struct Kernel {
   // Output and readouts of finished rows. Adds received to work.received[head][j - *first], and returns
   // in first and last the range of keys it touched.
   void (*finish)(const Request &, const Task &, Workspace &, Rows &, int64_t *first, int64_t *last);
+  void (*differentiate)(const Request &, const Gradient &, const Part &, GradientSpace &);
   double (*peak)(int64_t steps);  // multiply-adds and nothing else: the ceiling benchmarks compare with
 };
 

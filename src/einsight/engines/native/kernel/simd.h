@@ -50,6 +50,10 @@ INLINE void end_of_stream() {
 #endif
 }
 
+inline void fill(float *to, int64_t begin, int64_t end, float x) {
+  for (int64_t k = begin; k < end; k++) to[k] = x;
+}
+
 INLINE Vec all(float x) { return x - Vec{}; }
 INLINE Bits bits(Vec v) { return (Bits)v; }
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // NaN in a gives b

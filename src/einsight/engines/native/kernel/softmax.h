@@ -15,9 +15,23 @@ struct Sight {
   int64_t block_lo, block_hi;
 };
 
+// What groups and the block see, from what the rows see.
+inline void narrow(Sight &s, int64_t rows, int64_t key_begin, int64_t key_end) {
+  s.block_lo = key_end, s.block_hi = key_begin;
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t lo = s.lo[r], hi = s.hi[r], group = r / kGroup, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
+    if (r % kGroup == 0) group_lo = group_hi = 0, s.common_lo[group] = key_begin, s.common_hi[group] = key_end;
+    s.common_lo[group] = most(s.common_lo[group], lo), s.common_hi[group] = least(s.common_hi[group], hi);
+    if (lo < hi) {
+      group_lo = group_hi ? least(group_lo, lo) : lo;
+      group_hi = most(group_hi, hi);
+      s.block_lo = least(s.block_lo, lo), s.block_hi = most(s.block_hi, hi);
+    }
+  }
+}
+
 inline Sight look(const Request &a, const Task &task) {
   Sight s;
-  s.block_lo = task.key_end, s.block_hi = task.key_begin;
   int64_t heads = a.heads_per_key();
   for (int64_t r = 0; r < task.row_end - task.row_begin; r++) {
     int64_t query = (task.row_begin + r) / heads, head = task.group * heads + (task.row_begin + r) % heads;
@@ -30,15 +44,8 @@ inline Sight look(const Request &a, const Task &task) {
       s.slope[r] = a.slopes[head];
       s.position[r] = a.positions[task.batch * a.positions_stride[0] + query * a.positions_stride[1]];
     }
-    int64_t group = r / kGroup, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
-    if (r % kGroup == 0) group_lo = group_hi = 0, s.common_lo[group] = task.key_begin, s.common_hi[group] = task.key_end;
-    s.common_lo[group] = most(s.common_lo[group], lo), s.common_hi[group] = least(s.common_hi[group], hi);
-    if (lo < hi) {
-      group_lo = group_hi ? least(group_lo, lo) : lo;
-      group_hi = most(group_hi, hi);
-      s.block_lo = least(s.block_lo, lo), s.block_hi = most(s.block_hi, hi);
-    }
   }
+  narrow(s, task.row_end - task.row_begin, task.key_begin, task.key_end);
   return s;
 }
 
