@@ -248,12 +248,12 @@ def _measure(case: Case, seconds: float, peak: float | None, matmul: float) -> l
 
 def _peak() -> float | None:
     """GFLOP/s of nothing but multiply-adds, on all threads."""
-    if native.kernel is None:
+    if native.operations.kernel is None:
         return None
     threads, best = torch.get_num_threads(), 0.0
     for _ in range(5):
         start = time.perf_counter()
-        operations = native.kernel.peak(20_000_000, threads)
+        operations = native.operations.kernel.peak(20_000_000, threads)
         best = max(best, operations / (time.perf_counter() - start) / 1e9)
     return best
 
@@ -287,7 +287,7 @@ def _status(path: Path, name: str) -> int:
 
 
 def _head(peak: float | None, matmul: float, json: bool, out: Any) -> None:
-    levels = "not compiled" if native.kernel is None else native.kernel.levels[0]
+    levels = "not compiled" if native.operations.kernel is None else native.operations.kernel.levels[0]
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "native": levels, "matmul_gflops": matmul}
     facts["peak_gflops"] = peak
     if json:

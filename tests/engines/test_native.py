@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ import einsight as es
 from einsight.engines import choose, native
 from einsight.problem import pose
 
-pytestmark = pytest.mark.skipif(native.kernel is None, reason="the native engine is not compiled")
+pytestmark = pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
 
-LEVELS = native.kernel.levels if native.kernel else []
+LEVELS = native.operations.kernel.levels if native.operations.kernel else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 READOUTS = {
     "lse": es.LogSumExp(),
@@ -127,8 +128,8 @@ def check(got: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, **s
 
 
 def at_level(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    original = native.compute
-    monkeypatch.setattr(native, "compute", lambda *args: original(*args, level=level))
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(native.operations, name, partial(getattr(native.operations, name), level=level))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -317,7 +318,7 @@ def test_refusals() -> None:
 
     assert refusal() is None
     assert "write query.float()" in str(refusal(query.double()))
-    assert "derivatives" in str(refusal(query.clone().requires_grad_()))
+    assert "dense scores" in str(refusal(query.clone().requires_grad_(), readouts=(es.Scores(),)))
     assert "dropout" in str(refusal(dropout=0.1))
     assert "score_mod" in str(refusal(score_mod=lambda s, b, h, p, j: s, offset=0))
     assert "alibi" in str(refusal(bias=torch.zeros(7, 5)))
@@ -330,7 +331,7 @@ def test_refusals() -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "kernel", None)
+    monkeypatch.setattr(native.operations, "kernel", None)
     tensors = make(SIZES["small"])
     assert choose.choose(pose(*tensors))[0] != "native"
     assert "not compiled" in str(es.plan(*tensors))
@@ -341,7 +342,26 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compile_sees_one_operation() -> None:
     query, key, value = make(SIZES["tiles"])
     lo, hi = torch.zeros(1, 1, 103, dtype=torch.int64), torch.full((1, 1, 103), 521)
-    arguments = (query, key, value, 0.125, 0.0, None, None, None, lo, hi, None, True, False, True, True, False, False)
+    arguments = (
+        query,
+        key,
+        value,
+        0.125,
+        0.0,
+        None,
+        None,
+        None,
+        lo,
+        hi,
+        None,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    )
     torch.library.opcheck(
         torch.ops.einsight.native_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

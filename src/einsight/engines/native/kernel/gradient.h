@@ -49,13 +49,13 @@ inline void values_grad(Scene &c, int64_t block, int64_t first, int64_t count, c
   float ignored[kGroup * kMaxWidth] = {};
   const float *rows = c.space.output_grad + (c.begin[block] + first) * c.value_stride;
   if (!unsafe) {
-    kScorePanel[count - 1](rows, c.value_stride, values, c.a.e, kPanel, to, kStride, ignored);
+    kScorePanel[count - 1](rows, c.value_stride, values, c.a.e, kSlab, to, kStride, ignored);
     return;
   }
   for (int64_t r = 0; r < count; r++) {  // a value has no part in the loss where the gradient is zero
     const float *row = rows + r * c.value_stride;
     auto clean = cleaned(values, kPanel, c.a.e, kPanel, c.space.clean, [&](int64_t k) { return row[k] != 0.f; });
-    kScorePanel[0](row, c.value_stride, clean, c.a.e, kPanel, to + r * kStride, kStride, ignored);
+    kScorePanel[0](row, c.value_stride, clean, c.a.e, kSlab, to + r * kStride, kStride, ignored);
   }
 }
 
@@ -100,7 +100,7 @@ inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const float
   Vec mean = Vec{}, ties = Vec{};
   for (int64_t k = 0; k < kPanel; k += W) {
     Vec score = load(scores + k);
-    Vec weight = exp2_nonpositive((score - c.row.base[n]) * c.exponent) * c.row.inverse[n];
+    Vec weight = exp2_nonpositive(score - c.row.base[n], all(c.exponent)) * c.row.inverse[n];
     Vec g = c.grad.of_weights() ? weights_grad(c, at, s.head[r], s.query[r], key + k) : Vec{};
     mean += select(score == all(-kInfinity), Vec{}, weight * g);
     ties += select(score * c.a.unit() == all(c.grad.max_score[at]), all(1.f), Vec{});
@@ -118,10 +118,10 @@ inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, f
   for (int64_t k = 0; k < kPanel; k += W) {
     Vec score = load(weights + k), g = c.grad.output_grad ? load(grads + k) : Vec{};
     Int hidden = score == all(-kInfinity);
-    Vec x = (score - c.row.base[n]) * c.exponent;
-    Vec weight = exp2_nonpositive(x) * c.row.inverse[n];
+    Vec x = score - c.row.base[n];
+    Vec weight = select(hidden, Vec{}, exp2_nonpositive(x, all(c.exponent)) * c.row.inverse[n]);
     if (c.grad.of_weights()) g += weights_grad(c, at, s.head[r], s.query[r], key + k);
-    if (c.grad.entropy_grad) g -= select(x < kSmallest, all(kSmallest), x) * c.row.entropy[n];
+    if (c.grad.entropy_grad) g -= larger(x * c.exponent, all(kSmallest)) * c.row.entropy[n];
     Vec to_score = weight * (g + c.row.shift[n]);
     if (c.grad.max_score_grad) to_score += select(score * c.a.unit() == all(top), all(c.row.top[n]), Vec{});
     to_score = select(hidden, Vec{}, to_score);

@@ -108,10 +108,11 @@ static Request request(nb::handle query, nb::handle key, nb::handle value, float
 static void forward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
                     nb::handle slopes, nb::handle positions, nb::handle lo, nb::handle hi, nb::handle received_from,
                     nb::handle output, nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle received,
-                    nb::handle weights, nb::handle scores, int threads, int level) {
+                    nb::handle weights, nb::handle scores, nb::handle lse_rest, int threads, int level) {
   Request a = request(query, key, value, scale, softcap, sink, slopes, positions, lo, hi, received_from);
   a.output = output.is_none() ? nullptr : borrow(output).address();
   a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
+  a.lse_rest = result(lse_rest);
   a.received = result(received), a.weights = result(weights), a.scores = result(scores);
   bool done;
   {
@@ -123,20 +124,21 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, float sc
 
 static void backward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
                      nb::handle slopes, nb::handle positions, nb::handle lo, nb::handle hi, nb::handle received_from,
-                     nb::handle output, nb::handle lse, nb::handle max_score, nb::handle entropy,
+                     nb::handle output, nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle lse_rest,
                      nb::handle output_grad, nb::handle lse_grad, nb::handle max_score_grad, nb::handle entropy_grad,
                      nb::handle received_grad, nb::handle weights_grad, nb::handle query_grad, nb::handle key_grad,
-                     nb::handle value_grad, nb::handle slopes_grad, nb::handle mean_grad, int threads, int level) {
+                     nb::handle value_grad, nb::handle slopes_grad, nb::handle sink_grad, int threads, int level) {
   Request a = request(query, key, value, scale, softcap, sink, slopes, positions, lo, hi, received_from);
   Gradient g{};
   g.output = input(output, g.output_stride);
   g.output_grad = input(output_grad, g.output_grad_stride);
   g.lse = vector<float>(lse), g.max_score = vector<float>(max_score), g.entropy = vector<float>(entropy);
+  g.lse_rest = vector<float>(lse_rest);
   g.lse_grad = vector<float>(lse_grad), g.max_score_grad = vector<float>(max_score_grad);
   g.entropy_grad = vector<float>(entropy_grad);
   g.received_grad = vector<float>(received_grad), g.weights_grad = vector<float>(weights_grad);
   g.query_grad = result(query_grad), g.key_grad = result(key_grad), g.value_grad = result(value_grad);
-  g.slopes_grad = result(slopes_grad), g.mean_grad = result(mean_grad);
+  g.slopes_grad = result(slopes_grad), g.sink_grad = result(sink_grad);
   bool done;
   {
     nb::gil_scoped_release release;
@@ -153,14 +155,15 @@ NB_MODULE(_native, m) {
         nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("positions").none(),
         nb::arg("lo"), nb::arg("hi"), nb::arg("received_from").none(), nb::arg("output").none(),
         nb::arg("lse").none(), nb::arg("max_score").none(), nb::arg("entropy").none(), nb::arg("received").none(),
-        nb::arg("weights").none(), nb::arg("scores").none(), nb::arg("threads"), nb::arg("level"));
+        nb::arg("weights").none(), nb::arg("scores").none(),
+        nb::arg("lse_rest").none(), nb::arg("threads"), nb::arg("level"));
   m.def("backward", backward, nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"),
         nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("positions").none(),
         nb::arg("lo"), nb::arg("hi"), nb::arg("received_from").none(), nb::arg("output").none(), nb::arg("lse"),
-        nb::arg("max_score"), nb::arg("entropy").none(), nb::arg("output_grad").none(), nb::arg("lse_grad").none(),
+        nb::arg("max_score"), nb::arg("entropy").none(), nb::arg("lse_rest"), nb::arg("output_grad").none(), nb::arg("lse_grad").none(),
         nb::arg("max_score_grad").none(), nb::arg("entropy_grad").none(), nb::arg("received_grad").none(),
         nb::arg("weights_grad").none(), nb::arg("query_grad").none(), nb::arg("key_grad").none(),
-        nb::arg("value_grad").none(), nb::arg("slopes_grad").none(), nb::arg("mean_grad").none(), nb::arg("threads"),
+        nb::arg("value_grad").none(), nb::arg("slopes_grad").none(), nb::arg("sink_grad").none(), nb::arg("threads"),
         nb::arg("level"));
   m.def("peak", [](int64_t steps, int threads, int level) {
     struct Shared { const Kernel *kernel; int64_t steps; } shared{kernels.at(level), steps};

@@ -3,6 +3,9 @@
 #include "softmax.h"
 
 extern "C" float logf(float);
+extern "C" double exp(double);
+extern "C" double log(double);
+extern "C" double log1p(double);
 
 namespace einsight {
 namespace EINSIGHT_LEVEL {
@@ -20,6 +23,24 @@ inline void write_output(const Request &a, int64_t at, const float *row, float t
     else
       for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] / total);
   }
+}
+
+// The sum that weights are divided by, relative to the row's reference, and its logarithm.
+struct Total { float sum, inverse; double log; };
+
+inline Total total_of(const Request &a, const Rows &rows, float sum, int64_t r, int64_t head) {
+  if (!a.sink) return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, logf(sum)};
+  // The reference may be the sink itself, rounded; and beside a large sink the keys may weigh next to nothing.
+  double above = a.sink[head] - (double)rows.reference[r] * a.unit(), sink = exp(above), total = sum + sink;
+  if (total == 0. || rows.reference[r] == -kInfinity) return {0.f, 0.f, -kInfinity};
+  return {(float)total, (float)(1. / total), sink > sum ? log1p(sum / sink) + above : log(total)};
+}
+
+// lse, and what is lost by rounding it.
+inline void write_lse(const Request &a, int64_t row, double lse) {
+  a.lse[row] = (float)lse;
+  double rest = lse - a.lse[row];
+  if (a.lse_rest) a.lse_rest[row] = rest - rest == 0. ? (float)rest : 0.f;
 }
 
 // The factor that turns kept exponentials of a tile into weights.
@@ -110,18 +131,16 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
   int64_t padded = ValuePanels(a.e).padded();
   for (int64_t r = 0; r < rows.count; r++) {
     int64_t row = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
-    float reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth)), total = sum;
-    if (a.sink && reference > -kInfinity)
-      total += exp2_nonpositive((a.sink[s.head[r]] / a.unit() - reference) * (a.unit() * kLog2e));
-    inverse[r] = total == 0.f ? 0.f : 1.f / total;
-    float log = total == 0.f ? -kInfinity : logf(total);
-    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total == 0.f ? 1.f : total);
-    if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : reference * a.unit() + log;
+    float reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth));
+    Total total = total_of(a, rows, sum, r, s.head[r]);
+    inverse[r] = total.inverse;
+    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total.sum == 0.f ? 1.f : total.sum);
+    if (a.lse) write_lse(a, row, total.sum == 0.f ? -kInfinity : (double)reference * a.unit() + total.log);
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();
     if (a.entropy) {
       float moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
-      a.entropy[row] = total == 0.f ? 0.f : (sum * log - moment) * inverse[r];
+      a.entropy[row] = total.sum == 0.f ? 0.f : (sum * (float)total.log - moment) * inverse[r];
     }
     if (a.weights) write_weights(a, rows, s, r, row * a.j, inverse[r]);
     if (a.scores) {

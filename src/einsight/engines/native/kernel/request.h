@@ -22,6 +22,7 @@ struct Request {
   const uint8_t *received_from;     // [i]: the queries that count, null: all of them
   void *output;                     // [b, h, i, e] in the inputs' dtype
   float *lse, *max_score, *entropy; // [b, h, i]
+  float *lse_rest;                  // [b, h, i]: what rounding took from lse, for the gradients
   float *received;                  // [b, h, j], zeros on entry
   float *weights, *scores;          // [b, h, i, j]
 
@@ -44,12 +45,12 @@ struct Request {
 struct Gradient {
   const void *output, *output_grad;                 // [b, h, i, e] in the inputs' dtype
   int64_t output_stride[4], output_grad_stride[4];
-  const float *lse, *max_score, *entropy;           // [b, h, i], the forward's results; entropy with its gradient
+  const float *lse, *lse_rest, *max_score, *entropy; // [b, h, i], the forward's results; entropy with its gradient
   const float *lse_grad, *max_score_grad, *entropy_grad;
   const float *received_grad, *weights_grad;        // [b, h, j] (of the queries in received_from), [b, h, i, j]
   float *query_grad, *key_grad, *value_grad;        // [b, h, i, d], [b, g, j, d], [b, g, j, e]; zeros on entry
   float *slopes_grad;                               // [b, h, i]: each query's part of its head's
-  float *mean_grad;                                 // [b, h, i]: sum of weights times their gradients
+  float *sink_grad;                                 // [b, h, i]: each query's part
 
   bool of_weights() const { return received_grad || weights_grad; }
   bool looks_first() const { return of_weights() || max_score_grad; }

@@ -4,7 +4,8 @@
 
 #include "softmax.h"
 
-extern "C" float expf(float);
+extern "C" double exp(double);
+extern "C" double expm1(double);
 
 namespace einsight {
 namespace EINSIGHT_LEVEL {
@@ -58,16 +59,30 @@ inline bool takes_part(const Scene &c, int64_t at, const float *output_grad) {
   return any;
 }
 
-// output . output_grad of one row. What has no gradient has no part in it, NaN or not.
+constexpr int64_t kSlab = 16;  // steps in one chain of a product whose result is compared with a sum of its like
+
+// output . output_grad of one row. What has no gradient has no part in it, NaN or not. Exact, unless the row sees one
+// key: there it is g itself, by the same chains, so that the gradient of the score is exactly 0.
 inline float product_with_grad(const Scene &c, const Sight &s, int64_t r, const float *output_grad) {
   float *output = c.space.clean;
   pack_row(c.a, c.grad.output, c.grad.output_stride, c.part.batch, s.head[r], s.query[r], c.a.e, 1.f, output);
-  Vec sum = Vec{};
-  for (int64_t k = 0; k < c.a.e; k += W) {
-    Vec upper = load(output_grad + k);
-    sum += select(upper == Vec{}, Vec{}, upper * load(output + k));
+  double exact = 0.;
+  float sum = 0.f;
+  for (int64_t slab = 0; slab < c.a.e; slab += kSlab) {
+    float chain = 0.f;
+    for (int64_t k = slab; k < least(slab + kSlab, c.a.e); k++) {
+      if (output_grad[k] == 0.f) continue;
+      exact += (double)output_grad[k] * output[k];
+      chain += output_grad[k] * output[k];
+    }
+    sum = chain + sum;
   }
-  return sum_lanes(sum);
+  return s.hi[r] - s.lo[r] == 1 ? sum : (float)exact;
+}
+
+// The logarithm of the sink's weight.
+inline double sink_log(const Scene &c, int64_t at, int64_t head) {
+  return ((double)c.a.sink[head] - c.grad.lse[at]) - c.grad.lse_rest[at];
 }
 
 inline void begin_row(Scene &c, int64_t block, int64_t r) {
@@ -85,11 +100,9 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
                                   output_grad);
     mean = product_with_grad(c, s, r, output_grad);
   }
-  if (entropy != 0.f && !empty)
-    mean += entropy * (g.entropy[at] - (a.sink ? 1.f - expf(a.sink[s.head[r]] - lse) : 1.f));
   if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = 0;
   c.row.base[n] = empty ? 0.f : top / a.unit();
-  c.row.inverse[n] = empty ? 0.f : expf(top - lse);
+  c.row.inverse[n] = empty ? 0.f : exp(((double)top - lse) - g.lse_rest[at]);
   c.row.entropy[n] = entropy * kLn2;
   c.row.mean[n] = mean;
   c.row.top[n] = c.row.slope[n] = 0.f;
@@ -113,7 +126,12 @@ inline void end_look(Scene &c) {
       int64_t n = c.begin[block] + r, at = c.at(block, r);
       float shift = -c.row.mean[n];
       if (g.lse_grad) shift += g.lse_grad[at];
-      if (g.entropy_grad) shift -= g.entropy_grad[at] * (1.f + g.max_score[at] - g.lse[at]);
+      if (g.entropy_grad && g.entropy_grad[at] != 0.f && g.max_score[at] > -kInfinity) {
+        float seen = c.a.sink ? -expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
+        float mean = g.entropy_grad[at] * (g.entropy[at] - seen);
+        shift -= g.entropy_grad[at] * ((g.entropy[at] - seen) + 1.f + ((g.max_score[at] - g.lse[at]) - g.lse_rest[at]));
+        c.row.mean[n] += mean;
+      }
       c.row.shift[n] = shift;
       if (g.max_score_grad) c.row.top[n] = c.row.top[n] > 0.f ? g.max_score_grad[at] / c.row.top[n] : 0.f;
     }
@@ -128,7 +146,10 @@ inline void end_rows(Scene &c) {
       const float *from = c.space.query_grad + n * c.query_stride;
       for (int64_t k = 0; g.query_grad && k < c.a.d; k++) g.query_grad[at * c.a.d + k] = from[k] * c.a.scale;
       if (g.slopes_grad) g.slopes_grad[at] = c.row.slope[n];
-      if (g.mean_grad) g.mean_grad[at] = c.row.mean[n];
+      if (g.sink_grad) {
+        float upper = (g.lse_grad ? g.lse_grad[at] : 0.f) - c.row.mean[n];
+        g.sink_grad[at] = upper == 0.f ? 0.f : upper * (float)exp(sink_log(c, at, c.sight[block].head[r]));
+      }
     }
   }
 }

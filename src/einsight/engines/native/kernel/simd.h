@@ -6,6 +6,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "request.h"
@@ -54,6 +56,20 @@ inline void fill(float *to, int64_t begin, int64_t end, float x) {
   for (int64_t k = begin; k < end; k++) to[k] = x;
 }
 
+// a b + c in one rounding where the processor has it. Said outright where the compiler might round the product instead,
+// depending on what else uses it.
+INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 INLINE Vec all(float x) { return x - Vec{}; }
 INLINE Bits bits(Vec v) { return (Bits)v; }
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // NaN in a gives b
@@ -87,12 +103,13 @@ constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f
 constexpr float kInfinity = __builtin_inff();
 constexpr float kSmallest = -126.f;  // exp2 below this is 0
 
-// 2^x for x <= 0: exactly 0 below -126 and for -inf, exactly 1 at 0, NaN for NaN; 1 ulp.
-// Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits, where the shift finds it.
-INLINE Vec exp2_nonpositive(Vec x) {
+// 2^(x c) for x c <= 0: exactly 0 below -126 and for -inf, exactly 1 at 0, NaN for NaN; 1 ulp.
+// Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits, where the shift finds it. The product is never
+// rounded by itself: both its uses are multiply-adds.
+INLINE Vec exp2_nonpositive(Vec x, Vec c) {
   const Vec magic = all(12582912.f);
-  Vec shifted = x + magic;
-  Vec f = x - (shifted - magic);
+  Vec shifted = multiply_add(x, c, magic);
+  Vec f = multiply_add(x, c, magic - shifted);
   Vec p = all(1.5353362e-4f);
   p = p * f + 1.3398874453e-3f;
   p = p * f + 9.6184373576e-3f;
@@ -101,9 +118,10 @@ INLINE Vec exp2_nonpositive(Vec x) {
   p = p * f + 6.9314720286e-1f;
   p = p * f + 1.f;
   Vec y = (Vec)(bits(p) + (bits(shifted) << 23));
-  return x < kSmallest ? Vec{} : y;
+  return shifted < magic + kSmallest ? Vec{} : y;
 }
 
+INLINE Vec exp2_nonpositive(Vec x) { return exp2_nonpositive(x, all(1.f)); }
 INLINE float exp2_nonpositive(float x) { return exp2_nonpositive(all(x))[0]; }
 
 INLINE Vec select(Int condition, Vec a, Vec b) { return condition ? a : b; }

@@ -80,11 +80,10 @@ inline void exponentials(float *scores, int64_t n, float reference, float unit, 
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
       Vec x = load(scores + k + v * W) - minus;
-      x = x * unit;
-      Vec y = exp2_nonpositive(x);
+      Vec y = exp2_nonpositive(x, all(unit));
       store(scores + k + v * W, y);
       total[v] += y;
-      if (with_moment) first[v] += y * select(x < kSmallest, all(kSmallest), x);
+      if (with_moment) first[v] += y * larger(x * unit, all(kSmallest));
     }
   }
   store(sum, load(sum) + ((total[0] + total[1]) + (total[2] + total[3])));
