@@ -164,7 +164,7 @@ def test_bits(sizes: str, settings: str) -> None:
 def test_what_may_not_be_seen_changes_no_bit(sizes: str, settings: str, bad: float) -> None:
     """A spoiled key and value, whose own queries are left out of the loss, and a spoiled query."""
     case = make(SIZES[sizes], settings)
-    i, j = SIZES[sizes][3:5]
+    j = SIZES[sizes][4]
     where = j // 2
     sees = case.allowed()[0, 0, :, where]
 
@@ -275,7 +275,7 @@ print("alike")
 
 
 def test_the_operation_is_well_made() -> None:
-    b, h, g, i, j, d, e = SIZES["blocks"]
+    b, h, _, i, j, _, e = SIZES["blocks"]
     case = make(SIZES["blocks"], "causal")
     lo, hi = torch.zeros(1, 1, i, dtype=torch.int64), torch.arange(j - i + 1, j + 1).view(1, 1, i)
     settings = (0.125, 0.0, None, None, None, lo, hi, None)

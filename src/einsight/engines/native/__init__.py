@@ -83,7 +83,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
         value = None if problem.value is None else problem.value.resolve_neg()
         found = operations.forward(problem.query.resolve_neg(), problem.key.resolve_neg(), value, settings, asked)
     output = None if problem.value is None else found.output
-    of_kind = dict(zip(_READOUTS, found[1:], strict=False))
+    of_kind: dict[type[Readout], Any] = dict(zip(_READOUTS, found[1:], strict=False))
     return output, tuple(
         _received(problem, readout, found.received) if type(readout) is Received else of_kind[type(readout)]
         for readout in problem.readouts

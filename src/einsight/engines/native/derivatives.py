@@ -28,10 +28,11 @@ def forward(problem: Problem, settings: Settings, asked: Asked) -> Results:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, settings: Settings, asked: Asked, *leaves: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, problem: Problem, settings: Settings, asked: Asked, *leaves: Any
+    ) -> tuple[Tensor | None, ...]:
         asked = asked._replace(lse=True, max_score=True, lse_rest=True)
-        found = operations.forward(*leaves[:3], settings, asked)
+        query, key, value, _, _ = leaves
+        found = operations.forward(query, key, value, settings, asked)
         ctx.problem, ctx.settings, ctx.asked = problem, settings, asked
         ctx.save_for_backward(*leaves, *found)
         ctx.set_materialize_grads(False)
@@ -59,7 +60,7 @@ class _Attention(torch.autograd.Function):
             None,
             made.query.to(query.dtype) if wanted[0] else None,
             made.key.to(key.dtype) if wanted[1] else None,
-            made.value.to(value.dtype) if wanted[2] else None,
+            None if value is None or not wanted[2] else made.value.to(value.dtype),
             _of_all_heads(made.sink, heads, sink) if wanted[3] else None,
             _of_all_heads(made.slopes, heads, slopes) if wanted[4] else None,
         )
@@ -93,7 +94,7 @@ def _once_more(
     made = iter(found)
     results = [output, *(next(made) if flag else None for flag in asked[:5])]
     pairs = [(r, g) for r, g in zip(results, grads, strict=False) if r is not None and g is not None]
-    chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-    outputs, upper = zip(*pairs, strict=True)
+    chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if leaf is not None and want]
+    outputs, upper = [r for r, _ in pairs], [g for _, g in pairs]
     gradients = iter(torch.autograd.grad(outputs, chosen, upper, create_graph=True, allow_unused=True))
     return [next(gradients) if want else None for want in wanted]
