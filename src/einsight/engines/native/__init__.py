@@ -85,7 +85,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     output = None if problem.value is None else found.output
     of_kind: dict[type[Readout], Any] = dict(zip(_READOUTS, found[1:], strict=False))
     return output, tuple(
-        _received(problem, readout, found.received) if type(readout) is Received else of_kind[type(readout)]
+        _received(problem, readout, of_kind[Received]) if type(readout) is Received else of_kind[type(readout)]
         for readout in problem.readouts
     )
 

@@ -149,7 +149,8 @@ library.define(
 library.define(
     f"native_backward({_PROBLEM}, Tensor? output, Tensor lse, Tensor max_score, Tensor? entropy, Tensor lse_rest, "
     "Tensor? of_output, Tensor? of_lse, Tensor? of_max_score, Tensor? of_entropy, Tensor? of_received, "
-    "Tensor? of_weights, bool query_wanted, bool key_wanted, bool value_wanted, bool sink_wanted, bool slopes_wanted) -> Tensor[]"
+    "Tensor? of_weights, bool query_wanted, bool key_wanted, bool value_wanted, "
+    "bool sink_wanted, bool slopes_wanted) -> Tensor[]"
 )
 library.impl("native_forward", _forward, "CPU")
 library.impl("native_backward", _backward, "CPU")
