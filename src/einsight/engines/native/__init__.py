@@ -9,33 +9,33 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from einsight.biases import Alibi
-from einsight.coordinates import along, numbers
+from einsight.coordinates import Sizes, along
+from einsight.engines.native.asks import Ask, Kind, asks_for, blank, result_for
+from einsight.engines.native.rules import Rule
 from einsight.problem import Problem
-from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Received, Scores, Weights
+from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 
 try:
     kernel: Any = import_module("einsight.engines.native._native")
 except ImportError:
     kernel = None
 
-MAKES = "output, lse, max score, entropy, received, dense weights and scores in one pass, without derivatives"
+MAKES = "output and every readout in one pass, without derivatives"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_READOUTS = (LogSumExp, MaxScore, Entropy, Received, Weights, Scores)
+_OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)  # what the running softmax leaves behind, or passes by
 
 
 class Asked(NamedTuple):
-    """Which results the kernel is to write."""
+    """Which results beside the readouts of finished weights the kernel is to write."""
 
     lse: bool = False
     max_score: bool = False
     entropy: bool = False
-    received: bool = False
-    weights: bool = False
     scores: bool = False
 
 
@@ -61,14 +61,25 @@ def refuses(problem: Problem) -> str | None:
         return "it has no dropout"
     if problem.bias is not None and type(problem.bias) is not Alibi:
         return "of biases it has only alibi"
-    for readout in problem.readouts:
-        if type(readout) not in _READOUTS:
-            return f"it does not have the readout {readout!r}"
-    if len([None for r in problem.readouts if type(r) is Received]) > 1 and _several_choices(problem.readouts):
-        return "it sums up one choice of queries for Received in a call"
+    for asks in _asked(problem):
+        if isinstance(asks, str):
+            return asks
     if not problem.bounds.exact:
         return "the mask is not one interval of keys for each query"
     return None
+
+
+def _asked(problem: Problem) -> list[tuple[Ask, ...] | str]:
+    """What each readout asks of the kernel beside the results of scores, or why it can't."""
+    if "native asks" not in problem.memory:
+        problem.memory["native asks"] = [
+            () if type(readout) in _OF_SCORES else asks_for(readout, problem) for readout in problem.readouts
+        ]
+    return problem.memory["native asks"]
+
+
+def _asks(problem: Problem) -> list[tuple[Ask, ...]]:
+    return [asks for asks in _asked(problem) if not isinstance(asks, str)]
 
 
 def visits(problem: Problem) -> int:
@@ -77,21 +88,27 @@ def visits(problem: Problem) -> int:
 
 
 def holds(problem: Problem) -> int:
-    """Bytes: packed keys and values, and for each thread a block of 96 rows."""
+    """Bytes: packed keys and values, and for each thread a block of 96 rows, with sums over queries."""
     b, h, g, i, j, d, e = problem.sizes
-    threads, keep = torch.get_num_threads(), any(type(r) in (Received, Weights) for r in problem.readouts)
-    rows, chunks = h // max(g, 1) * i, -(-j // 1024)
-    row = d + e + 80 + (j if keep else 256)
+    asks = [ask for asks in _asks(problem) for ask in asks]
+    threads, shared = torch.get_num_threads(), h // max(g, 1)
+    rows, chunks = shared * i, -(-j // 1024)
+    row = d + e + 80 + (j if asks else 256)
+    lines = sum(min(rows, 96) // shared // ask.number + 2 if ask.kind is Kind.POOL else 1 for ask in asks if ask.adds)
+    sums = threads * shared * lines * j
     if rows > 96:
         packed = j * (d + e) * max(1, min(threads + 1, b * g, (48 << 20) // max(4 * j * (d + e), 1)))
-        return 4 * (packed + threads * 96 * row)
-    return 4 * (threads * 256 * (d + e) + min(b * g, threads) * rows * chunks * row)
+        return 4 * (packed + threads * 96 * row + sums)
+    return 4 * (threads * 256 * (d + e) + min(b * g, threads) * rows * chunks * row + sums)
 
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
     kinds = [type(readout) for readout in problem.readouts]
-    asked = Asked(*(kind in kinds for kind in _READOUTS))
-    sink, slopes = problem.sink, problem.bias.slopes if isinstance(problem.bias, Alibi) else None
+    asked = Asked(*(kind in kinds for kind in _OF_SCORES))
+    each = _asks(problem)
+    asks = [ask for asks in each for ask in asks]
+    slopes = problem.bias.slopes if isinstance(problem.bias, Alibi) else None
+    places = slopes is not None or Diagonal in kinds or Distance in kinds
     forward = torch.ops.einsight.native_forward if torch.compiler.is_compiling() else compute
     output, *found = forward(
         problem.query.resolve_neg(),
@@ -99,24 +116,49 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
         None if problem.value is None else problem.value.resolve_neg(),
         problem.scale,
         problem.softcap or 0.0,
-        None if sink is None else along(sink, 0, problem.heads).float().resolve_neg().contiguous(),
+        None if problem.sink is None else along(problem.sink, 0, problem.heads).float().resolve_neg().contiguous(),
         None if slopes is None else along(slopes, 0, problem.heads).float().resolve_neg().contiguous(),
-        None if slopes is None else problem.positions,
-        problem.bounds.lo,
-        problem.bounds.hi,
-        _received_from(problem) if asked.received else None,
+        problem.positions if places else None,
         *asked,
+        *_flat(Rule(problem.bounds.lo, problem.bounds.hi), asks),
     )
-    if not kinds:
-        return (None if problem.value is None else output), ()
-    of_kind: dict[type[Readout], Tensor] = dict(
-        zip((LogSumExp, MaxScore, Entropy, Received, Weights, Scores), found, strict=True)
-    )
-    results = tuple(
-        _received(problem, readout, of_kind[Received]) if type(readout) is Received else of_kind[type(readout)]
-        for readout in problem.readouts
-    )
-    return (None if problem.value is None else output), results
+    of_scores: dict[type[Readout], Tensor] = dict(zip(_OF_SCORES, found, strict=False))
+    parts = iter(found[len(asked) :])
+    results = []
+    for readout, own in zip(problem.readouts, each, strict=True):
+        if type(readout) in _OF_SCORES:
+            results.append(of_scores[type(readout)])
+        else:
+            mine = tuple(next(parts) for ask in own for _ in ask.shapes(problem.sizes))
+            results.append(result_for(readout, problem, mine))
+    return (None if problem.value is None else output), tuple(results)
+
+
+def _flat(rule: Rule, asks: list[Ask]) -> tuple[list[int], list[Tensor | None]]:
+    """The mask and what is asked as an operation takes them: numbers, and tensors that may be absent."""
+    whole = [rule, *(ask.rule for ask in asks)]
+    numbers = [int(rule is not None and rule.shows) for rule in whole]
+    tensors: list[Tensor | None] = []
+    for rule_of in whole:
+        lo, hi, seen, _, query_ids, key_ids = rule_of or (None,) * 6
+        tensors += [lo, hi, seen, query_ids, key_ids]  # type: ignore[list-item]
+    for ask in asks:
+        numbers += [int(ask.kind), ask.rows, ask.number]
+        tensors += [ask.slot, ask.member]
+    return numbers, tensors
+
+
+def _unflat(numbers: list[int], tensors: list[Tensor | None]) -> tuple[tuple[Any, ...], list[Ask]]:
+    n = (len(numbers) - 1) // 4  # a number for each rule, the mask's first, and three for each readout
+    parts = [tensors[5 * k : 5 * k + 5] for k in range(n + 1)]
+    rules = [(*part[:3], bool(shows), *part[3:]) for part, shows in zip(parts, numbers, strict=False)]
+    numbers, tensors = numbers[n + 1 :], tensors[5 * (n + 1) :]
+    asks = []
+    for k in range(n):
+        kind, rows, number = numbers[3 * k : 3 * k + 3]
+        rule = None if rules[k + 1][0] is None else rules[k + 1]
+        asks.append(Ask(Kind(kind), rows, number, tensors[2 * k], rule, tensors[2 * k + 1]))  # type: ignore[arg-type]
+    return rules[0], asks
 
 
 def compute(
@@ -128,25 +170,28 @@ def compute(
     sink: Float[Tensor, " h"] | None,
     slopes: Float[Tensor, " h"] | None,
     positions: Int[Tensor, "#b i"] | None,
-    lo: Int[Tensor, "#b #h i"],
-    hi: Int[Tensor, "#b #h i"],
-    received_from: Shaped[Tensor, " i"] | None,
     lse: bool,
     max_score: bool,
     entropy: bool,
-    received: bool,
-    weights: bool,
     scores: bool,
+    numbers: list[int],
+    tensors: list[Tensor | None],
     *,
     level: int = 0,
 ) -> list[Tensor]:
-    """The output and the results asked for; empty tensors in the place of the others.
+    """The output and the results asked for, the parts of each in turn; empty tensors in the place of the output, lse,
+    max score, entropy and scores where they are not.
 
-    `softcap` 0 is none; `received_from` is 1 for the queries that count; `level` chooses among
+    `softcap` 0 is none; `numbers` and `tensors` hold the mask and what is asked (`_flat`); `level` chooses among
     `kernel.levels`, the instruction sets of this processor, best first.
     """
-    flags = Asked(lse, max_score, entropy, received, weights, scores)
-    results = _blank(query, key, value, flags)
+    flags = Asked(lse, max_score, entropy, scores)
+    rule, asks = _unflat(numbers, tensors)
+    own, parts = _blank(query, key, value, flags, asks)
+    given = [
+        (int(ask.kind), ask.number, ask.rows, ask.slot, ask.rule, ask.member, part[0], part[1] if part[1:] else None)
+        for ask, part in zip(asks, parts, strict=True)
+    ]
     kernel.forward(
         query,
         key,
@@ -156,39 +201,42 @@ def compute(
         sink,
         slopes,
         positions,
-        lo,
-        hi,
-        received_from,
-        None if value is None else results[0],
-        *(result if flag else None for result, flag in zip(results[1:], flags, strict=True)),
+        rule,
+        None if value is None else own[0],
+        *(result if flag else None for result, flag in zip(own[1:], flags, strict=True)),
+        given,
         torch.get_num_threads(),
         level,
     )
-    return results
+    return [*own, *(tensor for part in parts for tensor in part)]
 
 
-def _blank(query: Tensor, key: Tensor, value: Tensor | None, asked: Asked) -> list[Tensor]:
-    b, h, i, j = *query.shape[:3], key.shape[2]
+def _blank(
+    query: Tensor, key: Tensor, value: Tensor | None, asked: Asked, asks: list[Ask]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    b, h, i, d = query.shape
+    g, j = key.shape[1:3]
     none = query.new_empty(0)
-    row, matrix = (b, h, i), (b, h, i, j)
-    made = [none if value is None else query.new_empty(b, h, i, value.shape[3])]
-    for shape, flag in zip((row, row, row, (b, h, j), matrix, matrix), asked, strict=True):
-        make = torch.zeros if len(shape) == 3 and shape is not row else torch.empty
-        made.append(make(shape, dtype=torch.float32, device=query.device) if flag else none)
-    return made
+    row = (b, h, i)
+    own = [none if value is None else query.new_empty(b, h, i, value.shape[3])]
+    for shape, flag in zip((row, row, row, (*row, j)), asked, strict=True):
+        own.append(query.new_empty(shape, dtype=torch.float32) if flag else none)
+    return own, [blank(ask, Sizes(b, h, g, i, j, d, 0)) for ask in asks]
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
-    made = _blank(query, key, value, Asked(*rest[-6:]))
-    return [made[0], *(torch.empty_like(t, dtype=torch.float32) for t in made[1:])]
+    *_, lse, max_score, entropy, scores, numbers, tensors = rest
+    _, asks = _unflat(numbers, tensors)
+    own, parts = _blank(query, key, value, Asked(lse, max_score, entropy, scores), asks)
+    return [*own, *(tensor for part in parts for tensor in part)]
 
 
 # torch.compile sees one opaque operation.
 _library = torch.library.Library("einsight", "FRAGMENT")
 _library.define(
     "native_forward(Tensor query, Tensor key, Tensor? value, float scale, float softcap, Tensor? sink, "
-    "Tensor? slopes, Tensor? positions, Tensor lo, Tensor hi, Tensor? received_from, bool lse, bool max_score, "
-    "bool entropy, bool received, bool weights, bool scores) -> Tensor[]"
+    "Tensor? slopes, Tensor? positions, bool lse, bool max_score, bool entropy, bool scores, int[] numbers, "
+    "Tensor?[] tensors) -> Tensor[]"
 )
 _library.impl("native_forward", lambda *args: _distinct(compute(*args)), "CPU")
 torch.library.register_fake("einsight::native_forward", lambda *args: _distinct(_fake(*args)), lib=_library)
@@ -197,40 +245,3 @@ torch.library.register_fake("einsight::native_forward", lambda *args: _distinct(
 def _distinct(results: list[Tensor]) -> list[Tensor]:
     """An operation may not return one tensor twice, so each absent result is an empty one of its own."""
     return [r if r.numel() else torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in results]
-
-
-def _several_choices(readouts: tuple[Readout, ...]) -> bool:
-    chosen = [r.queries for r in readouts if type(r) is Received]
-    first = chosen[0]
-    return any(
-        (queries is None) != (first is None)
-        or (queries is not None and first is not None and not torch.equal(numbers(queries), numbers(first)))
-        for queries in chosen
-    )
-
-
-def _received_from(problem: Problem) -> Shaped[Tensor, " i"] | None:
-    queries = next(r.queries for r in problem.readouts if type(r) is Received)
-    if queries is None:
-        return None
-    counted = torch.zeros(problem.sizes.i, dtype=torch.uint8)
-    counted[numbers(queries)] = 1
-    return counted
-
-
-def _received(problem: Problem, readout: Received, sums: Float[Tensor, "b h j"]) -> Float[Tensor, "b n j"]:
-    b, h, g, _, j = problem.sizes[:5]
-    if readout.per_group:
-        sums = sums.view(b, g, h // max(g, 1), j).sum(2)
-    if not readout.mean:
-        return sums
-    lo, hi, _ = problem.bounds
-    if readout.queries is not None:
-        lo, hi = lo[..., numbers(readout.queries)], hi[..., numbers(readout.queries)]
-    # A query counts from its first key on, and no more from its last on.
-    steps = torch.zeros(*lo.shape[:2], j + 1)
-    steps.scatter_add_(2, lo, torch.ones(lo.shape)).scatter_add_(2, hi, -torch.ones(hi.shape))
-    count = steps.cumsum(2)[..., :j].clamp(min=1) if not readout.per_group else steps.cumsum(2)[..., :j]
-    if readout.per_group:
-        count = count.expand(-1, h, -1).reshape(len(count), g, h // max(g, 1), j).sum(2).clamp(min=1)
-    return sums / count

@@ -1,7 +1,6 @@
 // The loop nest: a block of query rows passes over its keys once, a tile at a time. docs/native.md draws it.
 // Compiled once per instruction set; EINSIGHT_LEVEL names the instance.
-#include "products.h"
-#include "readouts.h"
+#include "finish.h"
 
 namespace einsight {
 namespace EINSIGHT_LEVEL {
@@ -72,7 +71,6 @@ static void value_tile(const Request &a, const Sight &s, const Rows &rows, const
 }
 
 // The part of a tile that a group of rows has written: whole panels.
-struct Span { int64_t begin, end; };
 inline Span written(const Sight &s, int64_t group, int64_t tile) {
   return {most(s.group_lo[group] / kPanel * kPanel, tile * kTile),
           least(round_up(s.group_hi[group], kPanel), (tile + 1) * kTile)};

@@ -85,10 +85,41 @@ template <class T> static const T *vector(nb::handle tensor) {
   return tensor.is_none() ? nullptr : static_cast<const T *>(borrow(tensor).address());
 }
 
+// Fills in the parts of a rule: (lo, hi, seen, shows, query_ids, key_ids).
+static void read_rule(nb::sequence given, Rule &rule) {
+  rule.lo = static_cast<const int64_t *>(input(given[0], rule.lo_stride));
+  rule.hi = static_cast<const int64_t *>(input(given[1], rule.hi_stride));
+  rule.seen = static_cast<const uint8_t *>(input(given[2], rule.seen_stride));
+  rule.shows = nb::cast<bool>(given[3]);
+  rule.query_ids = static_cast<const int64_t *>(input(given[4], rule.query_ids_stride));
+  rule.key_ids = static_cast<const int64_t *>(input(given[5], rule.key_ids_stride));
+}
+
+// What a readout asks: (kind, number, count, slot, rule or None, member or None, result, indices or None). A member
+// is a tensor of ids [#b, j] or of weights [#b, j, n], dense.
+static Ask ask_of(nb::sequence given) {
+  Ask ask{};
+  ask.kind = static_cast<Kind>(nb::cast<int>(given[0]));
+  ask.number = nb::cast<int64_t>(given[1]), ask.count = nb::cast<int64_t>(given[2]);
+  ask.slot = vector<int64_t>(given[3]);
+  nb::object rule = given[4], member = given[5];
+  if (!rule.is_none()) read_rule(nb::cast<nb::sequence>(rule), ask.rule);
+  if (!member.is_none()) {
+    DLTensor t = borrow(member);
+    ask.ids = static_cast<const int64_t *>(t.address()), ask.matrix = static_cast<const float *>(t.address());
+    int64_t size = t.ndim == 2 ? t.shape[1] : t.shape[1] * t.shape[2];
+    ask.item_stride = t.shape[0] == 1 ? 0 : size;
+  }
+  ask.result = result(given[6]);
+  nb::object indices = given[7];
+  if (!indices.is_none()) ask.indices = static_cast<int64_t *>(borrow(indices).address());
+  return ask;
+}
+
 static void forward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
-                    nb::handle slopes, nb::handle positions, nb::handle lo, nb::handle hi, nb::handle received_from,
-                    nb::handle output, nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle received,
-                    nb::handle weights, nb::handle scores, int threads, int level) {
+                    nb::handle slopes, nb::handle positions, nb::sequence rule, nb::handle output, nb::handle lse,
+                    nb::handle max_score, nb::handle entropy, nb::handle scores, nb::sequence asks, int threads,
+                    int level) {
   Request a{};
   a.query = input(query, a.query_stride);
   a.key = input(key, a.key_stride);
@@ -100,12 +131,13 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, float sc
   a.scale = scale, a.softcap = softcap;
   a.sink = vector<float>(sink), a.slopes = vector<float>(slopes);
   a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
-  a.lo = static_cast<const int64_t *>(input(lo, a.lo_stride));
-  a.hi = static_cast<const int64_t *>(input(hi, a.hi_stride));
-  a.received_from = vector<uint8_t>(received_from);
+  read_rule(rule, a);
   a.output = output.is_none() ? nullptr : borrow(output).address();
   a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
-  a.received = result(received), a.weights = result(weights), a.scores = result(scores);
+  a.scores = result(scores);
+  std::vector<Ask> asked;
+  for (nb::handle one : asks) asked.push_back(ask_of(nb::cast<nb::sequence>(one)));
+  a.asks = asked.data(), a.ask_count = asked.size();
   bool done;
   {
     nb::gil_scoped_release release;
@@ -120,9 +152,8 @@ NB_MODULE(_native, m) {
   m.attr("levels") = nb::cast(names);
   m.def("forward", forward, nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"),
         nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("positions").none(),
-        nb::arg("lo"), nb::arg("hi"), nb::arg("received_from").none(), nb::arg("output").none(),
-        nb::arg("lse").none(), nb::arg("max_score").none(), nb::arg("entropy").none(), nb::arg("received").none(),
-        nb::arg("weights").none(), nb::arg("scores").none(), nb::arg("threads"), nb::arg("level"));
+        nb::arg("rule"), nb::arg("output").none(), nb::arg("lse").none(), nb::arg("max_score").none(),
+        nb::arg("entropy").none(), nb::arg("scores").none(), nb::arg("asks"), nb::arg("threads"), nb::arg("level"));
   m.def("peak", [](int64_t steps, int threads, int level) {
     struct Shared { const Kernel *kernel; int64_t steps; } shared{kernels.at(level), steps};
     nb::gil_scoped_release release;

@@ -7,27 +7,60 @@ namespace einsight {
 
 enum class Dtype : int { float32, bfloat16, float16 };
 
+// Which keys a query may see: those that everything given here allows.
+struct Rule {
+  const int64_t *lo, *hi;           // lo <= j < hi
+  int64_t lo_stride[3], hi_stride[3];
+  const uint8_t *seen;              // bytes that broadcast to [b, h, i, j], or null
+  int64_t seen_stride[4];
+  bool shows;                       // whether a byte that is not 0 shows the key or hides it
+  const int64_t *query_ids, *key_ids;  // the same id, or null; key ids of one item lie side by side
+  int64_t query_ids_stride[2], key_ids_stride[2];
+
+  bool is_interval() const { return !seen && !key_ids; }
+};
+
+// A readout of finished weights.
+enum class Kind : int { received, seen, pool, rows, top, share, mass_of_ids, mass, diagonal, distance };
+
+struct Ask {
+  Kind kind;
+  int64_t number;                   // top: k; mass: groups; diagonal: shift; pool: queries and keys of a block
+  int64_t count;                    // the queries it is about
+  const int64_t *slot;              // [i]: the row of the result that query i fills, -1 for none; null: row i
+  Rule rule;                        // share
+  const int64_t *ids;               // mass: [j] groups, -1 for none
+  const float *matrix;              // mass: [j][number rounded up to 16]
+  int64_t item_stride;              // between the ids, or the matrices, of two items
+  float *result;                    // zeros on entry where pieces are added up
+  int64_t *indices;                 // top
+
+  int64_t slot_of(int64_t query) const { return slot ? slot[query] : query; }
+  // Sums over queries have one line, or with pool a line for each block of queries.
+  bool adds() const { return kind == Kind::received || kind == Kind::seen || kind == Kind::pool; }
+  int64_t line_of(int64_t query) const { return kind == Kind::pool ? query / number : 0; }
+  int64_t cell() const { return kind == Kind::pool ? number : 1; }  // keys that one column is about
+};
+
 // Letters as everywhere: b batch, h query heads, g key heads, i query, j key, d head_dim, e value_dim.
-struct Request {
+struct Request : Rule {
   int64_t b, h, g, i, j, d, e;
   Dtype dtype;
   const void *query, *key, *value;  // value is null where only readouts are asked
   int64_t query_stride[4], key_stride[4], value_stride[4];
   float scale, softcap;             // softcap 0: none
   const float *sink, *slopes;       // [h] or null
-  const int64_t *lo, *hi;           // keys visible to a query: lo <= j < hi
-  int64_t lo_stride[3], hi_stride[3];
-  const int64_t *positions;         // p, read for alibi only
+  const int64_t *positions;         // p, read for alibi, diagonal and distance only
   int64_t positions_stride[2];
-  const uint8_t *received_from;     // [i]: the queries that count, null: all of them
   void *output;                     // [b, h, i, e] in the inputs' dtype
   float *lse, *max_score, *entropy; // [b, h, i]
-  float *received;                  // [b, h, j], zeros on entry
-  float *weights, *scores;          // [b, h, i, j]
+  float *scores;                    // [b, h, i, j]
+  const Ask *asks;
+  int64_t ask_count;
 
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
-  bool keeps_weights() const { return received || weights; }
+  bool keeps_weights() const { return ask_count > 0; }
 
   // Scores are stored without the scale, which then costs no step of its own: it is part of the factor between
   // differences of scores and exponents of 2. Only its sign goes into the query. Where softcap or alibi ask for a
@@ -63,10 +96,19 @@ struct Rows {
   float *sum;            // [rows][16] lanes of the sum of exp2(x), x = (score - reference) * unit * log2(e)
   float *moment;         // [rows][16] lanes of the sum of exp2(x) * x
   float *output;         // [rows][padded e]
-  float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile; first column is key `origin`
+  float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile, in the end weights; first column is key `origin`
   int64_t weights_stride, origin;
   float *tile_reference; // [tile][rows_stride] the reference that `weights` was written with
   int64_t rows_stride;
+};
+
+// What one block of rows adds to one readout: columns [first, last) of lines [line, line_end) of each head.
+struct Sums {
+  float *data;           // [head][line][stride]
+  int64_t lines, stride; // how many lines there is room for
+  int64_t line, line_end, first, last;
+
+  float *of(int64_t head, int64_t n) const { return data + (head * lines + n - line) * stride; }
 };
 
 // A thread's own memory.
@@ -74,7 +116,8 @@ struct Workspace {
   float *query;          // [rows][padded d], scaled
   float *tile_max;       // [rows][16]
   float *scores;         // [rows][kTile + 16], where weights need not be kept
-  float *received;       // [heads per key][padded j], where asked
+  float *mass;           // [kGroup][padded groups], where asked
+  Sums *sums;            // [asks], of those that add up
 };
 
 struct Task {
@@ -89,9 +132,8 @@ struct Kernel {
   int width;  // floats in a vector
   void (*attend)(const Request &, const Task &, Packed &, Workspace &, Rows &);
   void (*merge)(const Request &, Rows &into, const Rows &from);
-  // Output and readouts of finished rows. Adds received to work.received[head][j - *first], and returns
-  // in first and last the range of keys it touched.
-  void (*finish)(const Request &, const Task &, Workspace &, Rows &, int64_t *first, int64_t *last);
+  // Output and readouts of finished rows. What is added up over blocks is left in the workspace.
+  void (*finish)(const Request &, const Task &, Workspace &, Rows &);
   double (*peak)(int64_t steps);  // multiply-adds and nothing else: the ceiling benchmarks compare with
 };
 

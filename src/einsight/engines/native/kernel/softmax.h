@@ -5,9 +5,59 @@
 namespace einsight {
 namespace EINSIGHT_LEVEL {
 
+// What one query may see by a rule, within [lo, hi).
+struct View {
+  int64_t lo, hi;
+  const uint8_t *seen;
+  int64_t stride;
+  bool shows;
+  const int64_t *ids;
+  int64_t id;
+};
+
+inline View view_of(const Rule &rule, int64_t batch, int64_t head, int64_t query) {
+  View v{};
+  v.lo = rule.lo[batch * rule.lo_stride[0] + head * rule.lo_stride[1] + query * rule.lo_stride[2]];
+  v.hi = rule.hi[batch * rule.hi_stride[0] + head * rule.hi_stride[1] + query * rule.hi_stride[2]];
+  if (rule.seen) {
+    v.seen = rule.seen + batch * rule.seen_stride[0] + head * rule.seen_stride[1] + query * rule.seen_stride[2];
+    v.stride = rule.seen_stride[3], v.shows = rule.shows;
+  }
+  if (rule.key_ids) {
+    v.ids = rule.key_ids + batch * rule.key_ids_stride[0];
+    v.id = rule.query_ids[batch * rule.query_ids_stride[0] + query * rule.query_ids_stride[1]];
+  }
+  return v;
+}
+
+// Which of the keys from `key` on it may see. Nothing is read outside of [lo, hi).
+INLINE Int sees(const View &v, int64_t key) {
+  Int n = iota() + (int32_t)key;
+  Int visible = (n >= (int32_t)v.lo) & (n < (int32_t)v.hi);
+  if (!v.seen && !v.ids) return visible;
+  int64_t begin = most(v.lo - key, 0), end = least(v.hi - key, W);
+  if (v.seen) {
+    Bytes some = {};
+    if (begin <= 0 && end >= W && v.stride == 1) __builtin_memcpy(&some, v.seen + key, sizeof some);
+    else for (int64_t k = begin; k < end; k++) some[k] = v.seen[(key + k) * v.stride];
+    Int shown = __builtin_convertvector(some, Int) != 0;
+    visible &= v.shows ? shown : ~shown;
+  }
+  if (v.ids) {
+    Int alike = {};
+    if (begin <= 0 && end >= W)
+      for (int k = 0; k < W; k++) alike[k] = v.ids[key + k] == v.id ? -1 : 0;
+    else
+      for (int64_t k = begin; k < end; k++) alike[k] = v.ids[key + k] == v.id ? -1 : 0;
+    visible &= alike;
+  }
+  return visible;
+}
+
 // What the rows of a block are and may see. lo = hi = 0 where a row sees nothing.
 struct Sight {
   int64_t query[kBlock], head[kBlock], lo[kBlock], hi[kBlock];
+  View view[kBlock];
   float slope[kBlock], position[kBlock];
   // Of each group of six rows: the hull of what they see, and the keys that all of them see.
   int64_t group_lo[kBlock / kGroup], group_hi[kBlock / kGroup];
@@ -21,10 +71,10 @@ inline Sight look(const Request &a, const Task &task) {
   int64_t heads = a.heads_per_key();
   for (int64_t r = 0; r < task.row_end - task.row_begin; r++) {
     int64_t query = (task.row_begin + r) / heads, head = task.group * heads + (task.row_begin + r) % heads;
-    int64_t lo = a.lo[task.batch * a.lo_stride[0] + head * a.lo_stride[1] + query * a.lo_stride[2]];
-    int64_t hi = a.hi[task.batch * a.hi_stride[0] + head * a.hi_stride[1] + query * a.hi_stride[2]];
-    lo = most(lo, task.key_begin), hi = least(hi, task.key_end);
+    View &v = s.view[r] = view_of(a, task.batch, head, query);
+    int64_t lo = most(v.lo, task.key_begin), hi = least(v.hi, task.key_end);
     if (lo >= hi) lo = hi = 0;
+    v.lo = lo, v.hi = hi;
     s.query[r] = query, s.head[r] = head, s.lo[r] = lo, s.hi[r] = hi;
     if (a.slopes) {
       s.slope[r] = a.slopes[head];
