@@ -24,6 +24,7 @@ READOUTS = {
     "max": es.MaxScore(),
     "entropy": es.Entropy(),
     "received": es.Received(),
+    "mean": es.Received(mean=True),
     "weights": es.Weights(),
     "scores": es.Scores(),
     "diagonal": es.Diagonal(-1),
@@ -75,9 +76,27 @@ def settings_of(name: str, sizes: tuple[int, ...]) -> dict:
         "sink": {"mask": es.window(5, 0), "sink": torch.randn(h, generator=random) * 3, **offset},
         "high sink": {"mask": es.window(1, 1), "sink": 300.0, "offset": -3},
         "alibi": {"bias": es.alibi(torch.rand(h, generator=random)), "mask": es.window(11, 3), **offset},
+        "given": {"mask": es.allow(torch.rand(b, 1, i, j, generator=random) < 0.4)},
+        "tiles": {"mask": es.causal() & es.forbid(_in_blocks(h, i, j, random)), **offset},
+        "ids": {"mask": es.same(torch.arange(i) % 5, torch.arange(j) % 7)},
+        "rule": {"mask": es.where(lambda b, h, p, j: (p + h + j) % 3 != 0), **offset},
+        "bias": {"bias": torch.randn(h, i, j, generator=random)},
+        "masking bias": {"bias": torch.randn(1, i, j).masked_fill(_in_blocks(1, i, j, random), -torch.inf)},
+        "biases": {
+            "bias": es.alibi(torch.rand(h, generator=random)) + torch.randn(j, generator=random).bfloat16(),
+            "mask": es.allow(torch.rand(j, generator=random) < 0.7) & es.causal(),
+            **offset,
+        },
         "scale": {"scale": 3.0},
         "negative scale": {"scale": -0.3},
     }[name]
+
+
+def _in_blocks(h: int, i: int, j: int, random: torch.Generator) -> Tensor:
+    """True for blocks of queries and keys, so that whole tiles are, with some single pairs more."""
+    blocks = torch.rand(h, -(-i // 29), -(-j // 83), generator=random) < 0.5
+    blocks = blocks.repeat_interleave(29, 1).repeat_interleave(83, 2)[:, :i, :j]
+    return blocks | (torch.rand(i, j, generator=random) < 0.1)
 
 
 SETTINGS = (
@@ -95,6 +114,13 @@ SETTINGS = (
     "sink",
     "high sink",
     "alibi",
+    "given",
+    "tiles",
+    "ids",
+    "rule",
+    "bias",
+    "masking bias",
+    "biases",
     "scale",
     "negative scale",
 )
@@ -146,7 +172,7 @@ def check(got: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, **s
         want = exact[0][name]
         largest = float(want[want.isfinite()].abs().max()) if want.isfinite().any() else 0.0
         rounding = torch.finfo(result.dtype).eps / 2 * largest
-        of = {name, "weights"} if name in ("share", "diagonal", "top") else {name}
+        of = {name, "weights"} if name in ("share", "diagonal", "top", "mean") else {name}
         allowed = 2 * (max(error(p[n], e[n]) for p, e in zip(plain, exact, strict=True) for n in of) + rounding)
         assert error(result, want) <= allowed, f"{name}: {error(result, want):.3g} > {allowed:.3g}"
 
@@ -171,7 +197,7 @@ def test_every_instruction_set_and_dtype(
 ) -> None:
     at_level(monkeypatch, level)
     tensors = make(SIZES[sizes], dtype)
-    for name in ("all", "causal", "alibi", "softcap"):
+    for name in ("all", "causal", "tiles", "biases", "softcap"):
         chosen = settings_of(name, SIZES[sizes])
         got = attend(*tensors, **chosen)
         assert got["output"].dtype == dtype
@@ -209,7 +235,7 @@ def test_strides(sizes: str) -> None:
     assert all(torch.equal(alike[0][name], alike[1][name]) for name in want)
 
 
-@pytest.mark.parametrize("settings", ["causal", "wide window", "alibi", "sink"])
+@pytest.mark.parametrize("settings", ["causal", "wide window", "alibi", "sink", "tiles", "masking bias", "rule"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bits(sizes: str, settings: str) -> None:
     """The same for 1 and 2 threads, for a batch item alone, and whatever readouts are asked."""
@@ -232,7 +258,9 @@ def test_bits(sizes: str, settings: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
-@pytest.mark.parametrize("settings", ["causal", "window", "documents", "causal from 0"])
+@pytest.mark.parametrize(
+    "settings", ["causal", "window", "documents", "causal from 0", "given", "tiles", "masking bias"]
+)
 @pytest.mark.parametrize("sizes", ["blocks", "tiles", "groups", "chunks", "decode"])
 def test_unseen_keys_change_no_bit(sizes: str, settings: str, bad: float) -> None:
     query, key, value = make(SIZES[sizes])
@@ -246,7 +274,7 @@ def test_unseen_keys_change_no_bit(sizes: str, settings: str, bad: float) -> Non
         got = attend(query, other_key, other_value, **chosen)
         sees = want["scores"][..., spoiled] > -torch.inf
         for name in want:
-            if name == "received":
+            if name in ("received", "mean"):
                 # Of a key, the sum over the queries that do not see the bad one is not asked separately.
                 never = ~((want["scores"] > -torch.inf) & sees.unsqueeze(-1)).any(-2)
                 assert torch.equal(got[name][never], want[name][never])
@@ -346,8 +374,6 @@ def test_refusals() -> None:
     assert "derivatives" in str(refusal(query.clone().requires_grad_()))
     assert "dropout" in str(refusal(dropout=0.1))
     assert "score_mod" in str(refusal(score_mod=lambda s, b, h, p, j: s, offset=0))
-    assert "alibi" in str(refusal(bias=torch.zeros(7, 5)))
-    assert "interval" in str(refusal(mask=es.where(lambda b, h, p, j: (p + j) % 2 == 0), offset=0))
     assert refusal(readouts=(es.Received(), es.Received([1]))) is None
     assert refusal(readouts=(es.Received([1]), es.Received([1], mean=True))) is None
     with torch.no_grad():
@@ -367,7 +393,7 @@ def test_compile_sees_one_operation() -> None:
     query, key, value = make(SIZES["tiles"])
     problem = pose(query, key, value, offset=0, readouts=tuple((READOUTS | of_keys(103, 521)).values()))
     asked = native._flat(native.Rule(*problem.bounds[:2]), [ask for asks in native._asks(problem) for ask in asks])
-    arguments = (query, key, value, 0.125, 0.0, None, None, problem.positions, True, False, True, False, *asked)
+    arguments = (query, key, value, 0.125, 0.0, None, None, None, problem.positions, True, False, True, False, *asked)
     torch.library.opcheck(
         torch.ops.einsight.native_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from einsight.biases import Alibi
 from einsight.coordinates import Sizes, along
 from einsight.engines.native.asks import Ask, Kind, asks_for, blank, result_for
-from einsight.engines.native.rules import Rule
+from einsight.engines.native.rules import Rule, lower, lower_bias
 from einsight.problem import Problem
 from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 
@@ -24,7 +23,7 @@ try:
 except ImportError:
     kernel = None
 
-MAKES = "output and every readout in one pass, without derivatives"
+MAKES = "the output and every readout in one pass over the keys, without derivatives"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)  # what the running softmax leaves behind, or passes by
@@ -59,14 +58,26 @@ def refuses(problem: Problem) -> str | None:
         return "it has no derivatives yet; under torch.no_grad() it runs"
     if problem.dropout:
         return "it has no dropout"
-    if problem.bias is not None and type(problem.bias) is not Alibi:
-        return "of biases it has only alibi"
-    for asks in _asked(problem):
-        if isinstance(asks, str):
-            return asks
-    if not problem.bounds.exact:
-        return "the mask is not one interval of keys for each query"
-    return None
+    lowered = (_rule(problem), _bias(problem), *_asked(problem))
+    return next((refusal for refusal in lowered if isinstance(refusal, str)), None)
+
+
+def _rule(problem: Problem) -> Rule | str:
+    if "native rule" not in problem.memory:
+        lo, hi, exact = problem.bounds
+        rule = Rule(lo, hi)
+        if not exact and problem.mask is not None:
+            rule = lower(problem.mask, problem.whole, (lo[..., None], hi[..., None]))
+        problem.memory["native rule"] = rule
+    return problem.memory["native rule"]
+
+
+def _bias(problem: Problem) -> tuple[Tensor | None, Tensor | None] | str:
+    """Alibi's slopes, and what else is added to the scores."""
+    if "native bias" not in problem.memory:
+        none = None, None
+        problem.memory["native bias"] = none if problem.bias is None else lower_bias(problem.bias, problem.whole)
+    return problem.memory["native bias"]
 
 
 def _asked(problem: Problem) -> list[tuple[Ask, ...] | str]:
@@ -107,7 +118,10 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     asked = Asked(*(kind in kinds for kind in _OF_SCORES))
     each = _asks(problem)
     asks = [ask for asks in each for ask in asks]
-    slopes = problem.bias.slopes if isinstance(problem.bias, Alibi) else None
+    rule, biases = _rule(problem), _bias(problem)
+    if isinstance(rule, str) or isinstance(biases, str):
+        raise ValueError(f"the native engine can't compute this: {refuses(problem)}")
+    slopes, bias = biases
     places = slopes is not None or Diagonal in kinds or Distance in kinds
     forward = torch.ops.einsight.native_forward if torch.compiler.is_compiling() else compute
     output, *found = forward(
@@ -117,10 +131,11 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
         problem.scale,
         problem.softcap or 0.0,
         None if problem.sink is None else along(problem.sink, 0, problem.heads).float().resolve_neg().contiguous(),
-        None if slopes is None else along(slopes, 0, problem.heads).float().resolve_neg().contiguous(),
+        slopes,
+        bias,
         problem.positions if places else None,
         *asked,
-        *_flat(Rule(problem.bounds.lo, problem.bounds.hi), asks),
+        *_flat(rule, asks),
     )
     of_scores: dict[type[Readout], Tensor] = dict(zip(_OF_SCORES, found, strict=False))
     parts = iter(found[len(asked) :])
@@ -169,6 +184,7 @@ def compute(
     softcap: float,
     sink: Float[Tensor, " h"] | None,
     slopes: Float[Tensor, " h"] | None,
+    bias: Float[Tensor, "#b #h #i #j"] | None,
     positions: Int[Tensor, "#b i"] | None,
     lse: bool,
     max_score: bool,
@@ -200,6 +216,7 @@ def compute(
         softcap,
         sink,
         slopes,
+        bias,
         positions,
         rule,
         None if value is None else own[0],
@@ -235,8 +252,8 @@ def _fake(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[
 _library = torch.library.Library("einsight", "FRAGMENT")
 _library.define(
     "native_forward(Tensor query, Tensor key, Tensor? value, float scale, float softcap, Tensor? sink, "
-    "Tensor? slopes, Tensor? positions, bool lse, bool max_score, bool entropy, bool scores, int[] numbers, "
-    "Tensor?[] tensors) -> Tensor[]"
+    "Tensor? slopes, Tensor? bias, Tensor? positions, bool lse, bool max_score, bool entropy, bool scores, "
+    "int[] numbers, Tensor?[] tensors) -> Tensor[]"
 )
 _library.impl("native_forward", lambda *args: _distinct(compute(*args)), "CPU")
 torch.library.register_fake("einsight::native_forward", lambda *args: _distinct(_fake(*args)), lib=_library)

@@ -1,18 +1,19 @@
-"""Masks as the kernel reads them: an interval of keys for each query, bytes in place, ids in place."""
+"""Masks and biases as the kernel reads them: intervals of keys, bytes, ids, floats and slopes, in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from operator import and_
+from operator import add, and_
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int, Shaped, UInt8
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from einsight.coordinates import At
+from einsight.biases import Alibi, Bias, TensorBias
+from einsight.coordinates import At, along, to_four
 from einsight.masks import Mask
 from einsight.masks.mask import Bound, larger, smaller
 from einsight.problem import per_query
@@ -56,6 +57,22 @@ def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None) -> Rule |
     query_ids, key_ids = (None, None) if ids is None else (ids[0][:, 0, :, 0], ids[1][:, 0, 0].contiguous())
     i, j = len(at.queries), at.sizes.j
     return Rule(per_query(lo, i, j), per_query(hi, i, j), seen, shows, query_ids, key_ids)
+
+
+def lower_bias(bias: Bias, at: At) -> tuple[Float[Tensor, " h"] | None, Float[Tensor, "#b #h #i #j"] | None] | str:
+    """The bias as alibi's slopes and a tensor of floats, or why it has none."""
+    terms = list(bias.terms())
+    linear = next((term for term in terms if isinstance(term, Alibi)), None)
+    slopes = None if linear is None else along(linear.slopes, 0, at.heads).float().resolve_neg().contiguous()
+    others = [term for term in terms if term is not linear]
+    if not others:
+        return slopes, None
+    if len(others) == 1 and isinstance(others[0], TensorBias):
+        return slopes, at.take(to_four(others[0].tensor)).float().resolve_neg()
+    made = in_rows(lambda some: reduce(add, (term.block(some, torch.float32) for term in others)), at, torch.float32)
+    if made is None:
+        return f"the bias is neither alibi nor a tensor, and as one it would take more than {LIMIT >> 20} MB"
+    return slopes, made
 
 
 def evaluate(mask: Mask, at: At) -> UInt8[Tensor, "#b #h #i #j"] | None:

@@ -46,6 +46,9 @@ inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r,
   }
   fill(row, hull.begin, hi ? lo : hull.end, -0.f);
   if (hi) fill(row, hi, hull.end, -0.f);
+  if (a.is_dense())
+    for (int64_t j = lo / kPanel * kPanel; j < hi; j += W)
+      store(row + j, select(visible(a, s, r, j), load(row + j), all(-0.f)));
 }
 
 // Scores of one row's tile; what the row does not see is filled in at the end.
@@ -166,12 +169,16 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
   for (int64_t r = 0; r < rows.count; r++) {
     int64_t row = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
     float reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth)), total = sum;
-    if (a.sink && reference > -kInfinity)
-      total += exp2_nonpositive((a.sink[s.head[r]] / a.unit() - reference) * (a.unit() * kLog2e));
+    float score = reference * a.unit();
+    if (a.sink && reference > -kInfinity) {
+      float sink = a.sink[s.head[r]], stored = sink / a.unit();
+      total += exp2_nonpositive((stored - reference) * (a.unit() * kLog2e));
+      if (reference == stored) score = sink;
+    }
     inverse[r] = total == 0.f ? 0.f : 1.f / total;
     float log = total == 0.f ? -kInfinity : logf(total);
     if (a.output) write_output(a, row * a.e, rows.output + r * padded, total == 0.f ? 1.f : total);
-    if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : reference * a.unit() + log;
+    if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : score + log;
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();
     if (a.entropy) {

@@ -117,7 +117,7 @@ static Ask ask_of(nb::sequence given) {
 }
 
 static void forward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
-                    nb::handle slopes, nb::handle positions, nb::sequence rule, nb::handle output, nb::handle lse,
+                    nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule, nb::handle output, nb::handle lse,
                     nb::handle max_score, nb::handle entropy, nb::handle scores, nb::sequence asks, int threads,
                     int level) {
   Request a{};
@@ -131,6 +131,7 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, float sc
   a.scale = scale, a.softcap = softcap;
   a.sink = vector<float>(sink), a.slopes = vector<float>(slopes);
   a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
+  a.bias = static_cast<const float *>(input(bias, a.bias_stride));
   read_rule(rule, a);
   a.output = output.is_none() ? nullptr : borrow(output).address();
   a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
@@ -151,7 +152,7 @@ NB_MODULE(_native, m) {
   for (auto kernel : kernels) names.push_back(kernel->name);
   m.attr("levels") = nb::cast(names);
   m.def("forward", forward, nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"),
-        nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("positions").none(),
+        nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("bias").none(), nb::arg("positions").none(),
         nb::arg("rule"), nb::arg("output").none(), nb::arg("lse").none(), nb::arg("max_score").none(),
         nb::arg("entropy").none(), nb::arg("scores").none(), nb::arg("asks"), nb::arg("threads"), nb::arg("level"));
   m.def("peak", [](int64_t steps, int threads, int level) {

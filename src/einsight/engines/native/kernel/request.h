@@ -50,6 +50,8 @@ struct Request : Rule {
   int64_t query_stride[4], key_stride[4], value_stride[4];
   float scale, softcap;             // softcap 0: none
   const float *sink, *slopes;       // [h] or null
+  const float *bias;                // broadcasts to [b, h, i, j], or null; -inf hides a key
+  int64_t bias_stride[4];
   const int64_t *positions;         // p, read for alibi, diagonal and distance only
   int64_t positions_stride[2];
   void *output;                     // [b, h, i, e] in the inputs' dtype
@@ -63,9 +65,11 @@ struct Request : Rule {
   bool keeps_weights() const { return ask_count > 0; }
 
   // Scores are stored without the scale, which then costs no step of its own: it is part of the factor between
-  // differences of scores and exponents of 2. Only its sign goes into the query. Where softcap or alibi ask for a
+  // differences of scores and exponents of 2. Only its sign goes into the query. Where softcap or a bias ask for a
   // step anyway, it applies the scale as well; so does the query where a scale is too small to divide by.
-  bool adjusted() const { return softcap > 0 || slopes; }
+  bool adjusted() const { return softcap > 0 || slopes || bias; }
+  // Whether single keys may be hidden between those that a query sees.
+  bool is_dense() const { return bias || !is_interval(); }
   float query_factor() const { return adjusted() ? 1.f : unit() == 1.f ? scale : scale < 0 ? -1.f : 1.f; }
   float unit() const {  // a score is a stored score times this
     float size = scale < 0 ? -scale : scale;
@@ -116,6 +120,7 @@ struct Workspace {
   float *query;          // [rows][padded d], scaled
   float *tile_max;       // [rows][16]
   float *scores;         // [rows][kTile + 16], where weights need not be kept
+  float *values;         // [kTile][columns of a value panel], where single keys may be hidden
   float *mass;           // [kGroup][padded groups], where asked
   Sums *sums;            // [asks], of those that add up
 };

@@ -58,6 +58,7 @@ INLINE Int sees(const View &v, int64_t key) {
 struct Sight {
   int64_t query[kBlock], head[kBlock], lo[kBlock], hi[kBlock];
   View view[kBlock];
+  const float *bias[kBlock];
   float slope[kBlock], position[kBlock];
   // Of each group of six rows: the hull of what they see, and the keys that all of them see.
   int64_t group_lo[kBlock / kGroup], group_hi[kBlock / kGroup];
@@ -76,6 +77,8 @@ inline Sight look(const Request &a, const Task &task) {
     if (lo >= hi) lo = hi = 0;
     v.lo = lo, v.hi = hi;
     s.query[r] = query, s.head[r] = head, s.lo[r] = lo, s.hi[r] = hi;
+    if (a.bias)
+      s.bias[r] = a.bias + task.batch * a.bias_stride[0] + head * a.bias_stride[1] + query * a.bias_stride[2];
     if (a.slopes) {
       s.slope[r] = a.slopes[head];
       s.position[r] = a.positions[task.batch * a.positions_stride[0] + query * a.positions_stride[1]];
@@ -92,22 +95,48 @@ inline Sight look(const Request &a, const Task &task) {
   return s;
 }
 
-// The steps between product and softmax, on 64 scores of one row: softcap, alibi, mask. Needed only where a panel
+INLINE Vec bias_of(const Request &a, const Sight &s, int64_t r, int64_t key) {
+  int64_t stride = a.bias_stride[3], count = least(a.j - key, W);
+  if (stride == 1 && count == W) return load(s.bias[r] + key);
+  Vec some = {};
+  for (int64_t k = 0; k < count; k++) some[k] = s.bias[r][(key + k) * stride];
+  return some;
+}
+
+// Which of the keys from `key` on a row sees.
+INLINE Int visible(const Request &a, const Sight &s, int64_t r, int64_t key) {
+  Int seen = sees(s.view[r], key);
+  return a.bias ? seen & (bias_of(a, s, r, key) != -kInfinity) : seen;
+}
+
+// Of the rows of a group, whether some see a key of a panel that lies in their hull, and whether all see all of them.
+struct Shown { bool some, all; };
+inline Shown shown(const Request &a, const Sight &s, int64_t first, int64_t count, int64_t key) {
+  int64_t group = first / kGroup;
+  if (!a.is_dense()) return {true, s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel};
+  uint32_t any = 0, every = kAllLanes;
+  for (int64_t r = first; r < first + count && (!any || every == kAllLanes); r++)
+    for (int column = 0; column < kPanel; column += W) {
+      uint32_t found = lanes(visible(a, s, r, key + column));
+      any |= found, every &= found;
+    }
+  return {any != 0, every == kAllLanes};
+}
+
+// The steps between product and softmax, on 64 scores of one row: softcap, alibi, bias, mask. Needed only where a panel
 // is not fully visible or the problem asks for more than a scale, so it may read the scores back from memory.
 inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, float *scores, float *tile_max) {
   Vec top = all(-kInfinity);
-  Int lo = (Int)all(0.f) + (int32_t)most(s.lo[r] - key, 0);
-  Int hi = (Int)all(0.f) + (int32_t)most(least(s.hi[r] - key, kPanel), 0);
   for (int column = 0; column < kPanel; column += W) {
     Vec x = load(scores + column);
-    Int n = iota() + column;
     if (a.adjusted()) x = x * a.scale;
     if (a.softcap > 0) x = tanh(x / a.softcap) * a.softcap;
     if (a.slopes) {
-      Vec distance = s.position[r] - (float)key - __builtin_convertvector(n, Vec);
+      Vec distance = s.position[r] - (float)key - __builtin_convertvector(iota() + column, Vec);
       x -= (Vec)(bits(distance) & 0x7fffffffu) * s.slope[r];
     }
-    x = select((n >= lo) & (n < hi), x, all(-kInfinity));
+    if (a.bias) x += bias_of(a, s, r, key + column);
+    x = select(visible(a, s, r, key + column), x, all(-kInfinity));
     store(scores + column, x);
     top = larger(x, top);
   }
