@@ -59,6 +59,15 @@ inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t ti
   for (; j < end; j++) to[j] = from[j] * a.unit();
 }
 
+inline void hide_scores(const Request &a, const Sight &s, int64_t r, float *to) {
+  fill(to, 0, s.lo[r], -kInfinity);
+  fill(to, s.hi[r], a.j, -kInfinity);
+  if (!a.is_dense()) return;
+  for (int64_t j = s.lo[r]; j < s.hi[r]; j += W)
+    for (uint32_t hidden = lanes(~visible(a, s, r, j)); hidden; hidden &= hidden - 1)
+      if (int64_t k = j + __builtin_ctz(hidden); k < s.hi[r]) to[k] = -kInfinity;
+}
+
 // What a row, and then its group, says to every readout.
 inline void read_row(const Request &a, const Task &task, const Sight &s, int64_t r, const float *row) {
   Span span{s.lo[r] / kPanel * kPanel, round_up(s.hi[r], kPanel)};
@@ -185,10 +194,7 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
       float moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
       a.entropy[row] = total == 0.f ? 0.f : (sum * log - moment) * inverse[r];
     }
-    if (a.scores) {
-      fill(a.scores + row * a.j, 0, s.lo[r], -kInfinity);
-      fill(a.scores + row * a.j, s.hi[r], a.j, -kInfinity);
-    }
+    if (a.scores) hide_scores(a, s, r, a.scores + row * a.j);
   }
   if (!a.ask_count) return;
   begin_sums(a, s, rows, work);

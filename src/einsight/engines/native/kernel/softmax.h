@@ -54,6 +54,20 @@ INLINE Int sees(const View &v, int64_t key) {
   return visible;
 }
 
+// Brings lo and hi to the first and behind the last key that the rule shows between them.
+inline void tighten(View &v) {
+  if (!v.seen && !v.ids) return;
+  for (bool found = false; v.lo < v.hi && !found;) {
+    int64_t key = most(v.lo, v.hi - W);
+    uint32_t seen = lanes(sees(v, key));
+    found = seen, v.hi = found ? key + 32 - __builtin_clz(seen) : key;
+  }
+  for (bool found = false; v.lo < v.hi && !found;) {
+    uint32_t seen = lanes(sees(v, v.lo));
+    found = seen, v.lo += found ? __builtin_ctz(seen) : W;
+  }
+}
+
 // What the rows of a block are and may see. lo = hi = 0 where a row sees nothing.
 struct Sight {
   int64_t query[kBlock], head[kBlock], lo[kBlock], hi[kBlock];
@@ -73,9 +87,10 @@ inline Sight look(const Request &a, const Task &task) {
   for (int64_t r = 0; r < task.row_end - task.row_begin; r++) {
     int64_t query = (task.row_begin + r) / heads, head = task.group * heads + (task.row_begin + r) % heads;
     View &v = s.view[r] = view_of(a, task.batch, head, query);
-    int64_t lo = most(v.lo, task.key_begin), hi = least(v.hi, task.key_end);
-    if (lo >= hi) lo = hi = 0;
-    v.lo = lo, v.hi = hi;
+    v.lo = most(v.lo, task.key_begin), v.hi = least(v.hi, task.key_end);
+    tighten(v);
+    if (v.lo >= v.hi) v.lo = v.hi = 0;
+    int64_t lo = v.lo, hi = v.hi;
     s.query[r] = query, s.head[r] = head, s.lo[r] = lo, s.hi[r] = hi;
     if (a.bias)
       s.bias[r] = a.bias + task.batch * a.bias_stride[0] + head * a.bias_stride[1] + query * a.bias_stride[2];
