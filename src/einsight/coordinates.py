@@ -61,7 +61,11 @@ def as_axis(chosen: object, size: int, what: str) -> Axis:
         raise TypeError(f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {chosen!r}")
     if isinstance(chosen, slice):
         chosen = range(*chosen.indices(size))
+        if chosen.step == 1:  # without a tensor, which torch.compile could not look into
+            return chosen or range(0)
         index = torch.arange(chosen.start, chosen.stop, chosen.step) if chosen else torch.empty(0)
+    elif isinstance(chosen, range) and chosen.step == 1 and 0 <= chosen.start <= chosen.stop <= size:
+        return chosen or range(0)
     else:
         chosen = [chosen] if isinstance(chosen, int) else chosen
         if isinstance(chosen, Tensor):

@@ -407,3 +407,104 @@ def test_received_memory_is_linear() -> None:
     assert received.shape == (1, 2, 32768)
     torch.testing.assert_close(received.sum(-1), torch.full((1, 2), 211.0), rtol=1e-5, atol=0)
     assert time.perf_counter() > start
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("k", [1, 3, 64, 300])
+def test_of_equal_weights_the_lowest_key_is_first(k: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_level(monkeypatch, level)
+    i, j = 7, 211
+    key = torch.randint(0, 3, (1, 1, j, 1), generator=torch.Generator().manual_seed(0)).float()
+    key[0, 0, 5] = 200.0  # beside it others weigh exactly 0, and are still visible
+    seen = torch.rand(i, j, generator=torch.Generator().manual_seed(1)) < 0.5
+    seen[0], seen[1], seen[2, 100:] = False, True, False
+    query = torch.ones(1, 1, i, 1)
+    asked = {"top": es.TopK(k), "weights": es.Weights()}
+    found = es.attention(query, key, key, es.allow(seen), readouts=asked, engine="native")[1]
+    weights, top = found["weights"][0, 0], found["top"]
+    for row in range(i):
+        best = sorted(seen[row].nonzero().flatten().tolist(), key=lambda n: (-weights[row, n].item(), n))[:k]
+        short = k - len(best)
+        assert top.indices[0, 0, row].tolist() == best + [-1] * short
+        assert torch.equal(top.weights[0, 0, row], torch.cat([weights[row, best], torch.zeros(short)]))
+
+
+def test_top_of_a_row_of_nan_is_its_first_keys() -> None:
+    query, key, value = make((1, 1, 1, 3, 9, 5, 5))
+    query[0, 0, 1] = torch.nan
+    seen = torch.tensor([False, True, True, False, True, True, False, True, False])
+    top = es.attention(query, key, value, es.allow(seen), readouts=es.TopK(4), engine="native")[1]
+    assert top.indices[0, 0, 1].tolist() == [1, 2, 4, 5]
+    assert top.weights[0, 0, 1].isnan().all() and not top.weights[0, 0, [0, 2]].isnan().any()
+
+
+def test_several_of_a_kind_in_one_call() -> None:
+    query, key, value = make(SIZES["groups"])
+    asked = (
+        es.Received(),
+        es.Received([3, 1]),
+        es.Received(slice(-5, None), mean=True, per_group=True),
+        es.TopK(2),
+        es.TopK(5, [66, 0, 66]),
+        es.Share(es.window(3, 0)),
+        es.Share(es.lengths(4)),
+        es.Rows([5, 2]),
+        es.Rows(0),
+        es.Pool(10),
+        es.Pool(400),
+        es.Mass(torch.arange(307) // 100, queries=[4, 4, 1]),
+    )
+    together = es.attention(query, key, value, es.causal(), readouts=asked, engine="native", offset=240)[1]
+    for readout, found in zip(asked, together, strict=True):
+        alone = es.attention(query, key, value, es.causal(), readouts=readout, engine="native", offset=240)[1]
+        want = es.attention(query, key, value, es.causal(), readouts=readout, engine="reference", offset=240)[1]
+        if isinstance(readout, es.TopK):
+            assert torch.equal(found.indices, alone.indices) and torch.equal(found.indices, want.indices)
+            found, alone, want = found.weights, alone.weights, want.weights
+        assert torch.equal(found, alone), readout
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
+
+
+def test_dense_masks_by_any_strides() -> None:
+    query, key, value = make(SIZES["groups"])
+    b, h, _, i, j, _, _ = SIZES["groups"]
+    seen = torch.rand(b, h, i, j, generator=torch.Generator().manual_seed(0)) < 0.5
+    bias = torch.randn(b, h, i, j, generator=torch.Generator().manual_seed(1))
+    want = es.attention(query, key, value, es.allow(seen.contiguous()), bias=bias, engine="native")
+    for order in ((3, 2, 1, 0), (0, 1, 3, 2), (2, 0, 3, 1)):
+        back = torch.tensor(order).argsort().tolist()
+        other, added = (t.permute(order).contiguous().permute(back) for t in (seen, bias))
+        got = es.attention(query, key, value, es.forbid(~other), bias=added, engine="native")
+        assert torch.equal(got, want)
+
+
+def test_what_would_be_too_large_as_a_tensor_is_left_to_others() -> None:
+    query, key, _ = (torch.zeros(1, 2, 8200, 1) for _ in range(3))
+    odd = es.where(lambda b, h, p, j: (p + j) % 2 == 0)
+    assert "a tensor of at most 64 MB" in str(native.refuses(pose(query, key, key, odd)))
+    assert "a tensor of at most 64 MB" in str(native.refuses(pose(query, key, key, readouts=(es.Share(odd),))))
+    assert "more than 64 MB" in str(native.refuses(pose(query, key, key, bias=es.relative(torch.zeros(8, 2)))))
+    every_third = es.where(lambda b, h, p, j: j % 3 == 0)  # the same for every query
+    assert native.refuses(pose(query, key, key, every_third)) is None
+    with pytest.raises(ValueError, match="a tensor of at most 64 MB; stream"):
+        es.attention(query[:, :1, :8193], key[:, :1, :8193], key[:, :1, :8193], odd, engine="native")
+
+
+def test_a_compiled_call_with_every_readout_is_one_graph() -> None:
+    """In a process of its own: torch.compile can't look into the suite's checks of shapes."""
+    script = """
+import torch, einsight as es
+q, k, v = torch.randn(3, 1, 4, 131, 16)
+ids = torch.arange(131) % 5
+seen, bias = torch.rand(131, 131) < 0.5, torch.randn(131, 131)
+readouts = (es.LogSumExp(), es.Scores(), es.Diagonal(-1), es.Distance(), es.Pool(7), es.TopK(3), es.Rows(range(3, 5)),
+            es.Share(es.window(3, 0)), es.Share(es.same(ids, ids)), es.Received(slice(-9, None), mean=True),
+            es.Received(per_group=True), es.Mass(ids, n=5), es.Mass(torch.rand(131, 3)))
+def call(q, k, v):
+    return es.attention(q, k, v, es.causal() & es.allow(seen), bias=bias, offset=0, readouts=readouts)
+got, want = (run(q, k, v) for run in (torch.compile(call, backend="eager", fullgraph=True), call))
+parts = [[output, *(x for r in found for x in (r if isinstance(r, tuple) else [r]))] for output, found in (got, want)]
+print(len(parts[0]), all(map(torch.equal, *parts)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "15 True\n", done.stderr
