@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import einsight as es
 from einsight.engines import native
+from einsight.problem import pose
 
 pytestmark = pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
 
@@ -29,6 +30,34 @@ READOUTS: dict[str, tuple[es.Readout, Any]] = {
     "received": (es.Received(), lambda o: o["weights"].sum(2)),
     "weights": (es.Weights(), lambda o: o["weights"]),
 }
+
+
+# Readouts of weights for each size, on causal masks: their right results are taken from the oracle's weights.
+def more_readouts(sizes: tuple[int, ...]) -> dict[str, tuple[es.Readout, Any]]:
+    b, _, g, i, j, _, _ = sizes
+    p = torch.arange(i)[:, None] + j - i
+    ahead = torch.arange(j) - p
+    ids, matrix = torch.arange(b * j).view(b, j) % 37 - 1, torch.rand(j, 5, generator=torch.Generator().manual_seed(2))
+    some = [i - 1, 0, i // 2]
+    member = (ids[:, None, :, None] == torch.arange(37)).double()
+
+    def per_group(o: dict[str, Tensor]) -> Tensor:
+        total, count = (o[n][:, :, some].sum(2).unflatten(1, (g, -1)).sum(2) for n in ("weights", "visible"))
+        return total / count.clamp(min=1)
+
+    return {
+        "mean received": (es.Received(some, mean=True, per_group=True), per_group),
+        "top": (es.TopK(3, some), lambda o: oracle.topk(o["weights"][:, :, some], o["visible"][:, :, some], 3)[0]),
+        "share": (es.Share(es.window(2, 0)), lambda o: (o["weights"] * ((ahead <= 0) & (ahead >= -2))).sum(-1)),
+        "mass of ids": (es.Mass(ids, 37), lambda o: o["weights"] @ member.to(o["weights"].dtype)),
+        "mass": (es.Mass(matrix, queries=some), lambda o: o["weights"][:, :, some] @ matrix.to(o["weights"].dtype)),
+        "rows": (es.Rows(some), lambda o: o["weights"][:, :, some]),
+        "diagonal": (es.Diagonal(-1), lambda o: (o["weights"] * (ahead == -1)).sum(-1)),
+        "distance": (es.Distance(), lambda o: (o["weights"] * ahead.abs()).sum(-1)),
+        "pool": (es.Pool(5), lambda o: oracle.pool(o["weights"], 5)),
+    }
+
+
 # b, h, g, i, j, d, e: more than one block of 96 rows, one tile of 256 keys, one part of rows.
 SIZES = {
     "small": (2, 3, 3, 7, 5, 13, 11),
@@ -39,7 +68,24 @@ SIZES = {
     "decode": (3, 4, 2, 1, 523, 128, 96),
     "deep": (1, 2, 1, 29, 31, 257, 263),
 }
-SETTINGS = ["all", "causal", "window", "nothing to see", "softcap", "sink", "high sink", "alibi", "scale", "negative"]
+SETTINGS = [
+    "all",
+    "causal",
+    "window",
+    "nothing to see",
+    "softcap",
+    "sink",
+    "high sink",
+    "alibi",
+    "scale",
+    "negative",
+    "dense",
+    "masked bias",
+    "bias of items",
+    "bias of keys",
+    "relative",
+    "sum of biases",
+]
 
 
 def make(sizes: tuple[int, ...], settings: str, dtype: torch.dtype = torch.float32) -> Case:
@@ -62,9 +108,32 @@ def make(sizes: tuple[int, ...], settings: str, dtype: torch.dtype = torch.float
         slopes = case.learned["slopes"] = torch.rand(h, generator=random)
         case.arguments["bias"] = es.alibi(slopes)
         case.bias = lambda dtype: -slopes.to(dtype)[:, None, None] * ahead.abs()
+    if settings == "dense":
+        allowed = torch.rand(1, h, i, j, generator=random) < 0.4
+        allowed[:, :, :, j // 3 : 2 * j // 3] = False
+        case.arguments["mask"] = es.allow(allowed)
+    shapes = {"masked bias": (h, i, j), "bias of items": (b, 1, i, j), "bias of keys": (h, 1, j)}
+    if settings in shapes:
+        table = case.learned["table"] = torch.randn(shapes[settings], generator=random)
+        if settings == "masked bias":
+            table[torch.rand(table.shape, generator=random) < 0.3] = -torch.inf
+        case.arguments["bias"], case.bias = table, lambda dtype: table.to(dtype)
+    if settings in ("relative", "sum of biases"):
+        # As many buckets as there are distances, so that the oracle needs no logarithms.
+        buckets = case.learned["buckets"] = torch.randn(4 * (i + j), h, generator=random)
+        slopes = case.learned["slopes"] = torch.rand(h, generator=random)
+        index = torch.where(ahead > 0, 2 * (i + j), 0) + ahead.abs()
+        relative, linear = es.relative(buckets, max_distance=4 * (i + j)), es.alibi(slopes)
+        if settings == "relative":
+            case.learned.pop("slopes")
+        case.arguments["bias"] = relative + linear if "slopes" in case.learned else relative
+        steep = 1.0 if "slopes" in case.learned else 0.0
+        case.bias = lambda dtype: (
+            buckets.to(dtype)[index].movedim(-1, 0) - steep * slopes.to(dtype)[:, None, None] * ahead.abs()
+        )
     if settings in ("scale", "negative"):
         case.scale = case.arguments["scale"] = 0.3 if settings == "scale" else -0.05
-    case._allowed = allowed.expand(b, h, i, j)
+    case._allowed = allowed.expand(b, h, i, j).clone()
     return case
 
 
@@ -72,7 +141,7 @@ def attend(case: Case, readouts: dict[str, Any], **tensors: Tensor) -> dict[str,
     given = {n: tensors.get(n, getattr(case, n)) for n in ("query", "key", "value")}
     asked = {n: r for n, (r, _) in readouts.items()}
     output, seen = es.attention(**given, readouts=asked, engine="native", **case.arguments)
-    return {"": output, **seen}
+    return {"": output, **{n: x.weights if isinstance(x, tuple) else x for n, x in seen.items()}}
 
 
 def check(case: Case, readouts: dict[str, Any], seed: int = 0) -> None:
@@ -99,6 +168,14 @@ def test_every_setting(sizes: str, settings: str) -> None:
 def test_every_readout(sizes: str, readout: str) -> None:
     check(make(SIZES[sizes], "sink"), {readout: READOUTS[readout]})
     check(make(SIZES[sizes], "causal"), {readout: READOUTS[readout]})
+
+
+@pytest.mark.parametrize("sizes", ["small", "blocks", "parts"])
+def test_readouts_of_weights(sizes: str) -> None:
+    readouts = more_readouts(SIZES[sizes])
+    for name, readout in readouts.items():
+        check(make(SIZES[sizes], "causal"), {name: readout})
+    check(make(SIZES[sizes], "sink"), readouts)
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))
@@ -275,15 +352,22 @@ print("alike")
 
 
 def test_the_operation_is_well_made() -> None:
-    b, h, _, i, j, _, e = SIZES["blocks"]
     case = make(SIZES["blocks"], "causal")
-    lo, hi = torch.zeros(1, 1, i, dtype=torch.int64), torch.arange(j - i + 1, j + 1).view(1, 1, i)
-    settings = (0.125, 0.0, None, None, None, lo, hi, None)
+    b, h, _, i, _, _, e = SIZES["blocks"]
+    readouts = tuple(r for r, _ in READOUTS.values())
+    problem = pose(case.query, case.key, case.value, es.causal(), offset=case.offset, readouts=readouts)
+    settings = native._settings(problem)
     operands = case.query, case.key, case.value
-    found = torch.ops.einsight.native_forward(*operands, *settings, True, True, True, False, False, False, True)
-    grads = torch.ones(b, h, i, e), None, None, torch.ones(b, h, i), None, None
+    output, lse, largest, entropy, _, rest, *parts = torch.ops.einsight.native_forward(
+        *operands, *settings, True, True, True, False, True
+    )
+    upper = torch.ones(b, h, i, e), None, None, torch.ones(b, h, i)
+    indices = [part for part in parts if part.dtype == torch.int64]
+    floats = [part for part in parts if part.dtype == torch.float32]
+    kinds = [ask.kind for own in native._asks(problem) for ask in own]
+    of_asks = [indices[0] if kind is native.Kind.TOP else None for kind in kinds]
     torch.library.opcheck(
         torch.ops.einsight.native_backward.default,
-        (*operands, *settings, *found[:4], found[7], *grads, True, True, True, False, False),
+        (*operands, *settings, output, lse, largest, entropy, rest, *upper, floats, of_asks, *[True] * 3, *[False] * 3),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -8,20 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
-from einsight.biases import Alibi
-from einsight.coordinates import along, numbers
+from einsight.coordinates import along
 from einsight.engines.native import derivatives, operations
+from einsight.engines.native.asks import Ask, Kind, asks_for, result_for
 from einsight.engines.native.operations import Asked, Settings
+from einsight.engines.native.rules import Rule, lower, lower_bias
 from einsight.problem import Problem
-from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Received, Scores, Weights
+from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 
-MAKES = "output, lse, max score, entropy, received, dense weights and scores in one pass, and their gradients"
+MAKES = "the output and every readout in one pass over the keys, and their gradients"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_READOUTS = (LogSumExp, MaxScore, Entropy, Received, Weights, Scores)
+_OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)  # what the running softmax leaves behind, or passes by
 
 
 def refuses(problem: Problem) -> str | None:
@@ -42,18 +43,48 @@ def refuses(problem: Problem) -> str | None:
         return "it can't call score_mod"
     if problem.dropout:
         return "it has no dropout"
-    if problem.bias is not None and type(problem.bias) is not Alibi:
-        return "of biases it has only alibi"
-    for readout in problem.readouts:
-        if type(readout) not in _READOUTS:
-            return f"it does not have the readout {readout!r}"
-        if type(readout) is Scores and problem.needs_grad:
-            return "it has no derivative of dense scores; under torch.no_grad() it runs"
-    if len([None for r in problem.readouts if type(r) is Received]) > 1 and _several_choices(problem.readouts):
-        return "it sums up one choice of queries for Received in a call"
-    if not problem.bounds.exact:
-        return "the mask is not one interval of keys for each query"
-    return None
+    if problem.needs_grad and (refusal := derivatives.refuses(problem)):
+        return refusal
+    lowered = (_rule(problem), _bias(problem), *_asked(problem))
+    return next((refusal for refusal in lowered if isinstance(refusal, str)), None)
+
+
+def _rule(problem: Problem) -> Rule | str:
+    if "native rule" not in problem.memory:
+        problem.memory["native rule"] = _lowered(problem)
+    return problem.memory["native rule"]
+
+
+def _lowered(problem: Problem) -> Rule | str:
+    mask, at = problem.mask, problem.whole
+    if mask is not None and any(factor.given(at) is not None for factor in mask.factors()):
+        return lower(mask, at)  # the kernel finds the ends of a tensor's rows faster than `bounds`
+    lo, hi, exact = problem.bounds
+    if exact or mask is None:
+        return Rule(lo, hi)
+    return lower(mask, at, (lo[..., None], hi[..., None]))
+
+
+def _bias(problem: Problem) -> tuple[Tensor | None, Tensor | None] | str:
+    """Alibi's slopes, and what else is added to the scores."""
+    if "native bias" not in problem.memory:
+        none = None, None
+        lowered = none if problem.bias is None else lower_bias(problem.bias, problem.whole)
+        problem.memory["native bias"] = derivatives.learned(problem, lowered) if problem.needs_grad else lowered
+    return problem.memory["native bias"]
+
+
+def _asked(problem: Problem) -> list[tuple[Ask, ...] | str]:
+    """What each readout asks of the kernel beside the results of scores, or why it can't."""
+    if "native asks" not in problem.memory:
+        problem.memory["native asks"] = [
+            () if type(readout) in _OF_SCORES else asks_for(readout, problem) for readout in problem.readouts
+        ]
+    return problem.memory["native asks"]
+
+
+def _asks(problem: Problem) -> list[tuple[Ask, ...]]:
+    return [asks for asks in _asked(problem) if not isinstance(asks, str)]
 
 
 def visits(problem: Problem) -> int:
@@ -62,83 +93,55 @@ def visits(problem: Problem) -> int:
 
 
 def holds(problem: Problem) -> int:
-    """Bytes: packed keys and values, and for each thread a block of 96 rows."""
+    """Bytes: packed keys and values, and for each thread a block of 96 rows, with sums over queries."""
     b, h, g, i, j, d, e = problem.sizes
-    threads, keep = torch.get_num_threads(), any(type(r) in (Received, Weights) for r in problem.readouts)
-    rows, chunks = h // max(g, 1) * i, -(-j // 1024)
-    row = d + e + 80 + (j if keep else 256)
+    asks = [ask for asks in _asks(problem) for ask in asks]
+    threads, shared = torch.get_num_threads(), h // max(g, 1)
+    rows, chunks = shared * i, -(-j // 1024)
+    row = d + e + 80 + (j if asks else 256)
+    lines = sum(min(rows, 96) // shared // ask.number + 2 if ask.kind is Kind.POOL else 1 for ask in asks if ask.adds)
+    sums = threads * shared * lines * j
     if rows > 96:
         packed = j * (d + e) * max(1, min(threads + 1, b * g, (48 << 20) // max(4 * j * (d + e), 1)))
-        return 4 * (packed + threads * 96 * row)
-    return 4 * (threads * 256 * (d + e) + min(b * g, threads) * rows * chunks * row)
+        return 4 * (packed + threads * 96 * row + sums)
+    return 4 * (threads * 256 * (d + e) + min(b * g, threads) * rows * chunks * row + sums)
 
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
     kinds = [type(readout) for readout in problem.readouts]
-    asked = Asked(*(kind in kinds for kind in _READOUTS))
-    settings = _settings(problem, asked)
+    asked = Asked(*(kind in kinds for kind in _OF_SCORES))
+    settings = _settings(problem)
     if problem.needs_grad:
-        found = derivatives.forward(problem, settings, asked)
+        found = derivatives.forward(problem, settings, asked, _asks(problem))
     else:
         value = None if problem.value is None else problem.value.resolve_neg()
         found = operations.forward(problem.query.resolve_neg(), problem.key.resolve_neg(), value, settings, asked)
-    output = None if problem.value is None else found.output
-    of_kind: dict[type[Readout], Any] = dict(zip(_READOUTS, found[1:], strict=False))
-    return output, tuple(
-        _received(problem, readout, of_kind[Received]) if type(readout) is Received else of_kind[type(readout)]
-        for readout in problem.readouts
-    )
+    of_scores: dict[type[Readout], Any] = dict(zip(_OF_SCORES, found[1:5], strict=True))
+    parts: Any = iter(found.parts)
+    results = []
+    for readout, own in zip(problem.readouts, _asks(problem), strict=True):
+        if type(readout) in _OF_SCORES:
+            results.append(of_scores[type(readout)])
+        else:
+            mine = tuple(next(parts) for ask in own for _ in ask.shapes(problem.sizes))
+            results.append(result_for(readout, problem, mine))
+    return (None if problem.value is None else found.output), tuple(results)
 
 
-def _settings(problem: Problem, asked: Asked) -> Settings:
-    def of_heads(tensor: Float[Tensor, " all_h"] | None) -> Float[Tensor, " h"] | None:
-        return None if tensor is None else along(tensor.detach(), 0, problem.heads).float().resolve_neg().contiguous()
-
-    slopes = problem.bias.slopes if isinstance(problem.bias, Alibi) else None
+def _settings(problem: Problem) -> Settings:
+    rule, biases = _rule(problem), _bias(problem)
+    if isinstance(rule, str) or isinstance(biases, str):
+        raise ValueError(f"the native engine can't compute this: {refuses(problem)}")
+    slopes, bias = biases
+    kinds = [type(readout) for readout in problem.readouts]
+    places = slopes is not None or Diagonal in kinds or Distance in kinds
+    sink = None if problem.sink is None else along(problem.sink.detach(), 0, problem.heads)
     return Settings(
         problem.scale,
         problem.softcap or 0.0,
-        of_heads(problem.sink),
-        of_heads(slopes),
-        None if slopes is None else problem.positions,
-        problem.bounds.lo,
-        problem.bounds.hi,
-        _received_from(problem) if asked.received else None,
+        None if sink is None else sink.float().resolve_neg().contiguous(),
+        slopes,
+        bias,
+        problem.positions if places else None,
+        *operations.flat(rule, [ask for asks in _asks(problem) for ask in asks]),
     )
-
-
-def _several_choices(readouts: tuple[Readout, ...]) -> bool:
-    chosen = [r.queries for r in readouts if type(r) is Received]
-    first = chosen[0]
-    return any(
-        (queries is None) != (first is None)
-        or (queries is not None and first is not None and not torch.equal(numbers(queries), numbers(first)))
-        for queries in chosen
-    )
-
-
-def _received_from(problem: Problem) -> Shaped[Tensor, " i"] | None:
-    queries = next(r.queries for r in problem.readouts if type(r) is Received)
-    if queries is None:
-        return None
-    counted = torch.zeros(problem.sizes.i, dtype=torch.uint8)
-    counted[numbers(queries)] = 1
-    return counted
-
-
-def _received(problem: Problem, readout: Received, sums: Float[Tensor, "b h j"]) -> Float[Tensor, "b n j"]:
-    b, h, g, _, j = problem.sizes[:5]
-    if readout.per_group:
-        sums = sums.view(b, g, h // max(g, 1), j).sum(2)
-    if not readout.mean:
-        return sums
-    lo, hi, _ = problem.bounds
-    if readout.queries is not None:
-        lo, hi = lo[..., numbers(readout.queries)], hi[..., numbers(readout.queries)]
-    # A query counts from its first key on, and no more from its last on.
-    steps = torch.zeros(*lo.shape[:2], j + 1)
-    steps.scatter_add_(2, lo, torch.ones(lo.shape)).scatter_add_(2, hi, -torch.ones(hi.shape))
-    count = steps.cumsum(2)[..., :j].clamp(min=1) if not readout.per_group else steps.cumsum(2)[..., :j]
-    if readout.per_group:
-        count = count.expand(-1, h, -1).reshape(len(count), g, h // max(g, 1), j).sum(2).clamp(min=1)
-    return sums / count

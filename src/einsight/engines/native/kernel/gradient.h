@@ -60,15 +60,15 @@ inline void values_grad(Scene &c, int64_t block, int64_t first, int64_t count, c
 }
 
 // Scores of a group of rows on a panel as the softmax saw them, and what the softcap's chain rule asks for.
-inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int64_t key, const float *keys,
-                      float *to, float *chain) {
+inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int64_t key, bool all_seen,
+                      const float *keys, float *to, float *chain) {
   const Request &a = c.a;
   const Sight &s = c.sight[block];
   float ignored[kGroup * kMaxWidth] = {};
-  int64_t group = first / kGroup, slab = a.rows() <= kGroup ? 16 : 64;  // the forward's chains, so the forward's bits
+  int64_t slab = a.rows() <= kGroup ? 16 : 64;  // the forward's chains, so the forward's bits
   kScorePanel[count - 1](c.space.query + (c.begin[block] + first) * c.query_stride, c.query_stride, keys, a.d, slab,
                          to, kStride, ignored);
-  if (s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel && !a.adjusted()) return;
+  if (all_seen && !a.adjusted()) return;
   for (int64_t r = 0; r < count; r++) {
     for (int64_t k = 0; a.softcap > 0 && k < kPanel; k += W) {
       Vec t = tanh(load(to + r * kStride + k) * (a.scale / a.softcap));
@@ -82,13 +82,53 @@ INLINE Vec load_up_to(const float *from, int64_t n) {
   return n >= W ? load(from) : load_some<Dtype::float32>(from, 1, most(n, 0));
 }
 
-// The part of g that comes through received and the weights themselves.
-INLINE Vec weights_grad(const Scene &c, int64_t at, int64_t head, int64_t query, int64_t key) {
-  const Gradient &g = c.grad;
+// The part of g that comes through one readout of the weights, for the keys from `key` on.
+INLINE Vec ask_grad(const Scene &c, const Ask &ask, int64_t head, int64_t query, int64_t key) {
+  int64_t slot = ask.slot_of(query), head_at = c.part.batch * c.a.h + head, at = head_at * ask.count + slot;
+  int64_t left = c.a.j - key, end = least(left, W), p = 0;
+  if (!ask.result || slot < 0) return Vec{};
+  if (c.a.positions) p = c.a.positions[c.part.batch * c.a.positions_stride[0] + query * c.a.positions_stride[1]];
   Vec x = Vec{};
-  if (g.weights_grad) x += load_up_to(g.weights_grad + at * c.a.j + key, c.a.j - key);
-  if (g.received_grad && (!c.a.received_from || c.a.received_from[query]))
-    x += load_up_to(g.received_grad + (c.part.batch * c.a.h + head) * c.a.j + key, c.a.j - key);
+  switch (ask.kind) {
+    case Kind::received: return load_up_to(ask.result + head_at * c.a.j + key, left);
+    case Kind::rows: return load_up_to(ask.result + at * c.a.j + key, left);
+    case Kind::share: return select(sees(view_of(ask.rule, c.part.batch, head, query), key), all(ask.result[at]), Vec{});
+    case Kind::diagonal: return select(iota() + (int32_t)key == (int32_t)(p + ask.number), all(ask.result[at]), Vec{});
+    case Kind::distance: {
+      Vec distance = (float)(p - key) - __builtin_convertvector(iota(), Vec);
+      return (Vec)(bits(distance) & 0x7fffffffu) * ask.result[at];
+    }
+    case Kind::mass_of_ids:
+      for (int64_t k = 0; k < end; k++) {
+        int64_t id = ask.ids[c.part.batch * ask.item_stride + key + k];
+        x[k] = id < 0 ? 0.f : ask.result[at * ask.number + id];
+      }
+      return x;
+    case Kind::mass: {
+      const float *row = ask.matrix + c.part.batch * ask.item_stride + key * round_up(ask.number, kMaxWidth);
+      for (int64_t k = 0; k < end; k++, row += round_up(ask.number, kMaxWidth))
+        for (int64_t n = 0; n < ask.number; n++) x[k] += row[n] * ask.result[at * ask.number + n];
+      return x;
+    }
+    case Kind::pool: {
+      int64_t cells = (c.a.j + ask.number - 1) / ask.number, lines = (c.a.i + ask.number - 1) / ask.number;
+      const float *row = ask.result + (head_at * lines + query / ask.number) * cells;
+      for (int64_t k = 0; k < end; k++) x[k] = row[(key + k) / ask.number];
+      return x;
+    }
+    case Kind::top:
+      for (int64_t n = 0; n < ask.number; n++) {
+        int64_t k = ask.indices[at * ask.number + n] - key;
+        if (k >= 0 && k < W) x[k] += ask.result[at * ask.number + n];
+      }
+      return x;
+    default: return x;
+  }
+}
+
+INLINE Vec asks_grad(const Scene &c, int64_t head, int64_t query, int64_t key) {
+  Vec x = Vec{};
+  for (int64_t n = 0; n < c.grad.ask_count; n++) x += ask_grad(c, c.grad.asks[n], head, query, key);
   return x;
 }
 
@@ -101,12 +141,22 @@ inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const float
   for (int64_t k = 0; k < kPanel; k += W) {
     Vec score = load(scores + k);
     Vec weight = exp2_nonpositive(score - c.row.base[n], all(c.exponent)) * c.row.inverse[n];
-    Vec g = c.grad.of_weights() ? weights_grad(c, at, s.head[r], s.query[r], key + k) : Vec{};
+    Vec g = asks_grad(c, s.head[r], s.query[r], key + k);
     mean += select(score == all(-kInfinity), Vec{}, weight * g);
     ties += select(score * c.a.unit() == all(c.grad.max_score[at]), all(1.f), Vec{});
   }
   c.row.mean[n] += sum_lanes(mean);
   c.row.top[n] += sum_lanes(ties);
+}
+
+INLINE void add_up_to(float *to, Vec x, int64_t n) {
+  if (n >= W) return store(to, load(to) + x);
+  for (int64_t k = 0; k < n; k++) to[k] += x[k];
+}
+
+inline float *bias_row(const Scene &c, const Sight &s, int64_t r) {
+  const int64_t *stride = c.grad.bias_grad_stride;
+  return c.grad.bias_grad + c.part.batch * stride[0] + s.head[r] * stride[1] + s.query[r] * c.a.j;
 }
 
 // Scores to weights, and g to the gradient of the product of query and key, both in place.
@@ -120,7 +170,7 @@ inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, f
     Int hidden = score == all(-kInfinity);
     Vec x = score - c.row.base[n];
     Vec weight = select(hidden, Vec{}, exp2_nonpositive(x, all(c.exponent)) * c.row.inverse[n]);
-    if (c.grad.of_weights()) g += weights_grad(c, at, s.head[r], s.query[r], key + k);
+    if (c.grad.ask_count > 0) g += asks_grad(c, s.head[r], s.query[r], key + k);
     if (c.grad.entropy_grad) g -= larger(x * c.exponent, all(kSmallest)) * c.row.entropy[n];
     Vec to_score = weight * (g + c.row.shift[n]);
     if (c.grad.max_score_grad) to_score += select(score * c.a.unit() == all(top), all(c.row.top[n]), Vec{});
@@ -129,6 +179,7 @@ inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, f
       Vec distance = s.position[r] - (float)(key + k) - __builtin_convertvector(iota(), Vec);
       slope -= sum_lanes(to_score * (Vec)(bits(distance) & 0x7fffffffu));
     }
+    if (c.grad.bias_grad) add_up_to(bias_row(c, s, r) + key + k, to_score, c.a.j - key - k);
     if (c.a.softcap > 0) to_score = select(hidden, Vec{}, to_score * load(chain + k));
     store(weights + k, weight);
     store(grads + k, to_score);
@@ -178,14 +229,16 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
     for (int64_t first = seeing.first; first < seeing.last; first += kGroup) {
       int64_t count = least(kGroup, rows - first), at = first * kStride + key - from;
       float *weights = space.weights + at, *grads = space.scores_grad + at, *chain = space.chain + at;
-      if (s.group_hi[first / kGroup] <= key || s.group_lo[first / kGroup] >= key + kPanel) {
+      bool near = s.group_hi[first / kGroup] > key && s.group_lo[first / kGroup] < key + kPanel;
+      Shown panel = near ? shown(a, s, first, count, key) : Shown{false, false};
+      if (!panel.some) {
         for (int64_t r = 0; r < count; r++) {
           fill(weights + r * kStride, 0, kPanel, 0.f);
           fill(grads + r * kStride, 0, kPanel, 0.f);
         }
         continue;
       }
-      scores_of(c, block, first, count, key, space.keys + (key - from) * a.d, weights, chain);
+      scores_of(c, block, first, count, key, panel.all, space.keys + (key - from) * a.d, weights, chain);
       if (look) {
         for (int64_t r = 0; r < count; r++) look_at(c, block, first + r, key, weights + r * kStride);
         continue;
@@ -197,13 +250,16 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
     }
   }
   if (look) return;
-  auto sees = [&](int64_t r, int64_t key) { return s.lo[r] <= key && key < s.hi[r]; };
+  auto is_seen = [&](int64_t r, int64_t key) {
+    int64_t lane = key % W;
+    return lanes(visible(a, s, r, key - lane)) >> lane & 1;
+  };
   for (int64_t first = 0; c.grad.query_grad && first < rows; first += kGroup) {
     int64_t group = first / kGroup, lo = most(s.group_lo[group] - from, 0), hi = least(s.group_hi[group] - from, kTile);
     if (lo >= hi) continue;
     add_product(false, least(kGroup, rows - first), space.scores_grad + first * kStride + lo, kStride, space.key_rows,
                 kTile, 0, lo, hi, a.d, space.query_grad + (row + first) * c.query_stride, c.query_stride,
-                unsafe.keys ? space.clean : nullptr, [&](int64_t r, int64_t j) { return sees(first + r, from + j); });
+                unsafe.keys ? space.clean : nullptr, [&](int64_t r, int64_t j) { return is_seen(first + r, from + j); });
   }
   bool unsafe_rows = false;
   for (int64_t r = 0; r < rows; r++) unsafe_rows |= space.unsafe[row + r];
@@ -212,7 +268,7 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
     if (seeing.first >= seeing.last) continue;
     for (int64_t first = key; first < key + kPanel; first += kGroup) {
       int64_t count = least(kGroup, key + kPanel - first), at = seeing.first * kStride + first - from;
-      auto seen = [&](int64_t n, int64_t r) { return sees(r, first + n); };
+      auto seen = [&](int64_t n, int64_t r) { return is_seen(r, first + n); };
       auto add = [&](const float *factors, const float *of, int64_t width, int64_t stride, float *to) {
         add_product(true, count, factors + at, kStride, of + row * stride, 0, stride, seeing.first, seeing.last, width,
                     to + (first - from) * stride, stride, unsafe_rows ? space.clean : nullptr, seen);

@@ -30,7 +30,9 @@ GradientSpace take_space(Arena &arena, const Request &a, const Gradient &g, int6
 // Parts of one key head are few and large where there are heads enough for the threads.
 int64_t rows_of_a_part(const Request &a) {
   int64_t most_rows = most(kPart / 3, least(kPart, a.g * a.rows() / 8)), parts = (a.rows() + most_rows - 1) / most_rows;
-  return round_up((a.rows() + parts - 1) / parts, kGroup);
+  int64_t rows = (a.rows() + parts - 1) / parts, heads = a.heads_per_key();
+  // Whole queries, so that no two parts add to the same row of a bias.
+  return least(round_up(rows, heads), heads < kPart ? kPart / heads * heads : kPart);
 }
 
 }  // namespace
@@ -40,6 +42,9 @@ bool gradients(const Request &a, const Gradient &g, const Kernel &kernel, int th
   int64_t rows = rows_of_a_part(a), parts = (a.rows() + rows - 1) / rows, key_heads = a.b * a.g;
   int64_t tiles = (a.j + kTile - 1) / kTile, heads = a.heads_per_key();
   std::vector<int32_t> turns(key_heads * tiles), before(key_heads * parts * tiles);
+  // Parts that add to the same rows of a bias' gradient do so one after the other, in the order of their key heads.
+  bool items = g.bias_grad && g.bias_grad_stride[0] == 0, groups = g.bias_grad && g.bias_grad_stride[1] == 0;
+  std::vector<std::atomic<int64_t>> biased((items ? 1 : a.b) * (groups ? 1 : a.g) * parts);
   std::vector<Part> todo;
   for (int64_t key_head = 0; key_head < key_heads; key_head++) {
     std::vector<int32_t> seen(tiles);
@@ -71,7 +76,16 @@ bool gradients(const Request &a, const Gradient &g, const Kernel &kernel, int th
   Loop loop(threads, static_cast<int64_t>(todo.size()), interrupted);
   return loop.run([&](int thread, int64_t n) {
     const Part &part = todo[n];
-    if (!loop.cancelled()) return kernel.differentiate(a, g, part, space[thread]);
+    int64_t slice = (items ? 0 : part.batch) * (groups ? 1 : a.g) + (groups ? 0 : part.group);
+    int64_t turn = (items ? part.batch * (groups ? a.g : 1) : 0) + (groups ? part.group : 0);
+    auto &done = biased[slice * parts + part.row_begin / rows];
+    while (g.bias_grad && done != turn) std::this_thread::yield();
+    if (!loop.cancelled()) {
+      kernel.differentiate(a, g, part, space[thread]);
+      done++;
+      return;
+    }
+    done++;
     for (int64_t t = part.tile_begin; t < part.tile_end; t++)  // those who wait for this part shall not wait for ever
       __atomic_add_fetch(part.turns + t, 1, __ATOMIC_RELEASE);
   });

@@ -54,7 +54,7 @@ struct Scene {
 inline bool takes_part(const Scene &c, int64_t at, const float *output_grad) {
   const Gradient &g = c.grad;
   auto given = [&](const float *grads) { return grads && grads[at] != 0.f; };
-  bool any = g.of_weights() || given(g.lse_grad) || given(g.max_score_grad) || given(g.entropy_grad);
+  bool any = g.ask_count > 0 || given(g.lse_grad) || given(g.max_score_grad) || given(g.entropy_grad);
   for (int64_t k = 0; g.output_grad && !any && k < c.a.e; k++) any = output_grad[k] != 0.f;
   return any;
 }
@@ -100,7 +100,7 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
                                   output_grad);
     mean = product_with_grad(c, s, r, output_grad);
   }
-  if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = 0;
+  if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = s.view[r].lo = s.view[r].hi = 0;
   c.row.base[n] = empty ? 0.f : top / a.unit();
   c.row.inverse[n] = empty ? 0.f : exp(((double)top - lse) - g.lse_rest[at]);
   c.row.entropy[n] = entropy * kLn2;

@@ -31,6 +31,7 @@ typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t Int __attribute__((vector_size(W * 4)));
 typedef uint32_t Bits __attribute__((vector_size(W * 4)));
 typedef uint16_t Half __attribute__((vector_size(W * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -122,6 +123,24 @@ INLINE Vec exp2_nonpositive(Vec x, Vec c) {
 }
 
 INLINE Vec exp2_nonpositive(Vec x) { return exp2_nonpositive(x, all(1.f)); }
+
+INLINE Int as_int(Vec v) { return (Int)v; }
+INLINE Int select(Int condition, Int a, Int b) { return condition ? a : b; }
+
+// A bit for each lane of a comparison.
+INLINE uint32_t lanes(Int condition) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)condition);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)condition);
+#else
+  uint32_t found = 0;
+  for (int k = 0; k < W; k++) found |= (uint32_t)(condition[k] & 1) << k;
+  return found;
+#endif
+}
+constexpr uint32_t kAllLanes = (1u << W) - 1;
+
 INLINE float exp2_nonpositive(float x) { return exp2_nonpositive(all(x))[0]; }
 
 INLINE Vec select(Int condition, Vec a, Vec b) { return condition ? a : b; }
