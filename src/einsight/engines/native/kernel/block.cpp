@@ -10,8 +10,9 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
   int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
   rows.count = task.row_end - task.row_begin;
   for (int64_t r = 0; r < rows.count; r++) {
-    pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(),
-             work.query + r * query_stride);
+    float *query = work.query + r * query_stride;
+    if (a.pairs) pack_row_of_pairs(in_pairs(queries_of(a, task.batch, s.head[r])), s.query[r], a.query_factor() < 0, query);
+    else pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), query);
     rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
     rows.largest[r] = -kInfinity;
   }
@@ -48,52 +49,60 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
         continue;
       }
       live[group] |= 1u << (key - tile_begin) / kPanel;
-      kScorePanel[count - 1](work.query + first * query_stride, query_stride,
-                             tile.keys + (key - tile_begin) * a.d, a.d, slab, to, stride, plain ? top : ignored);
+      (a.pairs ? kScorePairs : kScorePanel)[count - 1](work.query + first * query_stride, query_stride,
+                                                       tile.keys + (key - tile_begin) * a.depth(), a.depth(), slab, to,
+                                                       stride, plain ? top : ignored);
       if (plain) continue;
       for (int64_t r = 0; r < count; r++) adjust(a, s, first + r, key, to + r * stride, top + r * kMaxWidth);
     }
   }
 }
 
+// The values of one panel that a row sees, zeros in the place of the others. `values` has rows of `width`, `step` apart,
+// each of one key, or of two.
+static void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, int64_t tile_begin, const float *values,
+                      int64_t step, int64_t width, float *to) {
+  for (int64_t key = live.begin; key < live.end; key += W) {
+    uint32_t seen = lanes(visible(a, s, r, key));
+    for (int64_t k = 0; k < W; k += a.pairs ? 2 : 1) {
+      int64_t n = (key + k - tile_begin) / (a.pairs ? 2 : 1);
+      uint32_t first = seen >> k & 1 ? 0xffffu : 0, second = seen >> (k + 1) & 1 ? 0xffff0000u : 0;
+      uint32_t keep = a.pairs ? first | second : seen >> k & 1 ? ~0u : 0;
+      for (int64_t v = 0; v < width; v += W)
+        store(to + n * width + v, (Vec)(bits(load(values + n * step + v)) & keep));
+    }
+  }
+}
+
 // Weights times values for one group of rows. Where a value is NaN or infinite, a zero weight is no protection:
-// there each row multiplies just the keys it sees, with the same chain of additions. If single keys are hidden
-// between them, it is a copy of the values with zeros in their place.
+// there each row multiplies just the keys it sees, with the same chain of additions. If single keys may be hidden
+// between them, or beside them in a pair, it is a copy of the values with zeros in their place.
 static void value_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
                        int64_t tile_begin, Span live, int64_t first, const float *weights, int64_t stride,
                        const float *correction) {
   ValuePanels panels(a.e);
-  int64_t count = least(kGroup, rows.count - first);
+  int64_t count = least(kGroup, rows.count - first), group = first / kGroup, at_once = a.pairs ? 2 : 1;
+  bool copied = tile.unsafe && (a.is_dense() || a.pairs);
   for (int64_t n = 0; n < panels.count; n++) {
     int64_t begin = panels.begin(n) * W, columns = panels.begin(n + 1) - panels.begin(n), width = columns * W;
-    float *to = rows.output + first * panels.padded() + begin;
-    bool copied = tile.unsafe && a.is_dense();
-    int64_t row = tile.value_row && !copied ? tile.value_row : width;
-    const float *values = tile.values + begin * (tile.value_row ? 1 : kTile);
-    auto add = [&](int64_t r, int64_t rows_at_once, int64_t lo, int64_t hi) {
+    int64_t step = tile.value_row ? tile.value_row : width;
+    const float *values = tile.values + begin * (tile.value_row ? 1 : a.tile_steps());
+    auto add = [&](int64_t r, int64_t rows_at_once, const float *values, int64_t step, int64_t lo, int64_t hi) {
       lo = most(lo - tile_begin, 0), hi = most(least(hi - tile_begin, kTile), lo);
-      kAddValues[rows_at_once - 1][columns - 1](weights + r * stride + lo, stride,
-                                                (copied ? work.values : values) + lo * row, row, hi - lo,
-                                                to + r * panels.padded(), panels.padded(), correction + r);
+      lo = lo / at_once, hi = (hi + at_once - 1) / at_once;
+      (a.pairs ? kAddPairs : kAddValues)[rows_at_once - 1][columns - 1](
+          weights + r * stride + lo, stride, values + lo * step, step, hi - lo,
+          rows.output + (first + r) * panels.padded() + begin, panels.padded(), correction + r);
     };
-    auto copy_seen = [&](int64_t r) {
-      int64_t step = tile.value_row ? tile.value_row : width;
-      for (int64_t key = live.begin; key < live.end; key += W) {
-        uint32_t seen = lanes(visible(a, s, first + r, key));
-        for (int64_t k = 0; k < W; k++)
-          for (int64_t v = 0; v < width; v += W) {
-            int64_t at = key + k - tile_begin;
-            store(work.values + at * width + v, seen >> k & 1 ? load(values + at * step + v) : Vec{});
-          }
-      }
-    };
+    int64_t lo = most(live.begin, s.group_lo[group]), hi = least(live.end, s.group_hi[group]);
     if (!tile.unsafe) {
-      add(0, count, most(live.begin, s.group_lo[first / kGroup]), least(live.end, s.group_hi[first / kGroup]));
-    } else {
-      for (int64_t r = 0; r < count; r++) {
-        if (a.is_dense()) copy_seen(r);
-        add(r, 1, most(s.lo[first + r], live.begin), least(s.hi[first + r], live.end));
-      }
+      add(0, count, values, step, lo, hi);
+      continue;
+    }
+    for (int64_t r = 0; r < count; r++) {
+      if (copied) copy_seen(a, s, first + r, live, tile_begin, values, step, width, work.values);
+      if (copied) add(r, 1, work.values, width, lo, hi);
+      else add(r, 1, values, step, most(s.lo[first + r], live.begin), least(s.hi[first + r], live.end));
     }
   }
 }
@@ -145,8 +154,18 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
                                                                base[n], exponent, rows.sum + r * kMaxWidth,
                                                                rows.moment + r * kMaxWidth);
       }
-      if (a.value && seen.begin < seen.end)
-        value_tile(a, s, rows, work, tile, t * kTile, seen, first, scores + first * stride, stride, correction);
+      if (!a.value || seen.begin >= seen.end) continue;
+      const float *weights = scores + first * stride;
+      if (a.pairs) {
+        constexpr int64_t pair_stride = kTile / 2 + 16;
+        for (int64_t n = 0; n < count; n++)
+          for (int64_t j = seen.begin - t * kTile; j < seen.end - t * kTile; j += 2 * W)
+            store(work.pairs + n * pair_stride + j / 2, to_pairs(load(weights + n * stride + j),
+                                                                 load(weights + n * stride + j + W)));
+        value_tile(a, s, rows, work, tile, t * kTile, seen, first, work.pairs, pair_stride, correction);
+      } else {
+        value_tile(a, s, rows, work, tile, t * kTile, seen, first, weights, stride, correction);
+      }
     }
   }
 }
@@ -167,7 +186,7 @@ static double peak(int64_t steps) {
 
 #define EINSIGHT_TEXT(x) #x
 #define EINSIGHT_NAME(x) EINSIGHT_TEXT(x)
-extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, attend, merge, finish, differentiate, peak};
+extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, kHasPairs, attend, merge, finish, differentiate, peak};
 
 }  // namespace EINSIGHT_LEVEL
 }  // namespace einsight

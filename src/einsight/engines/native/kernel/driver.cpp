@@ -42,7 +42,8 @@ Workspace take_workspace(Arena &arena, const Request &a, int64_t rows) {
   w.query = arena.take(rows * round_up(a.d, kMaxWidth));
   w.tile_max = arena.take(rows * kMaxWidth);
   if (!a.keeps_weights()) w.scores = arena.take(rows * (kTile + 16));
-  if (a.is_dense()) w.values = arena.take(kTile * kPanel);
+  if (a.is_dense() || a.pairs) w.values = arena.take(kTile * kPanel);
+  if (a.pairs) w.pairs = arena.take(kGroup * (kTile / 2 + 16));
   int64_t groups = 0;
   for (int64_t n = 0; n < a.ask_count; n++)
     if (a.asks[n].kind == Kind::mass || a.asks[n].kind == Kind::mass_of_ids) groups = most(groups, a.asks[n].number);

@@ -66,8 +66,8 @@ inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int
   const Sight &s = c.sight[block];
   float ignored[kGroup * kMaxWidth] = {};
   int64_t slab = a.rows() <= kGroup ? 16 : 64;  // the forward's chains, so the forward's bits
-  kScorePanel[count - 1](c.space.query + (c.begin[block] + first) * c.query_stride, c.query_stride, keys, a.d, slab,
-                         to, kStride, ignored);
+  const float *queries = (a.pairs ? c.space.query_pairs : c.space.query) + (c.begin[block] + first) * c.query_stride;
+  (a.pairs ? kScorePairs : kScorePanel)[count - 1](queries, c.query_stride, keys, a.depth(), slab, to, kStride, ignored);
   if (all_seen && !a.adjusted()) return;
   for (int64_t r = 0; r < count; r++) {
     for (int64_t k = 0; a.softcap > 0 && k < kPanel; k += W) {
@@ -206,7 +206,8 @@ inline Unsafe pack(Scene &c, int64_t tile, bool for_scores_only) {
   by_dtype(a.dtype, [&](auto element) {
     constexpr Dtype dtype = dtype_of(decltype(element){});
     Source keys = keys_of(a, c.part.batch, c.part.group);
-    pack_panels<dtype>(keys, tile * kTile, c.space.keys);
+    if (a.pairs) pack_panels<Dtype::float32>(in_pairs(keys), tile * kTile, c.space.keys);
+    else pack_panels<dtype>(keys, tile * kTile, c.space.keys);
     if (for_scores_only) return;
     if (c.grad.query_grad) unsafe.keys = pack_rows<dtype>(keys, tile * kTile, c.space.key_rows);
     if (!c.grad.output_grad) return;
@@ -238,7 +239,7 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
         }
         continue;
       }
-      scores_of(c, block, first, count, key, panel.all, space.keys + (key - from) * a.d, weights, chain);
+      scores_of(c, block, first, count, key, panel.all, space.keys + (key - from) * a.depth(), weights, chain);
       if (look) {
         for (int64_t r = 0; r < count; r++) look_at(c, block, first + r, key, weights + r * kStride);
         continue;

@@ -11,6 +11,7 @@ GradientSpace take_space(Arena &arena, const Request &a, const Gradient &g, int6
   int64_t query = round_up(a.d, kMaxWidth), value = round_up(a.e, kMaxWidth), widest = most(query, value);
   GradientSpace s{};
   s.query = arena.take(rows * query);
+  s.query_pairs = arena.take(a.pairs ? rows * query : 0);
   s.output_grad = arena.take(rows * value);
   s.query_grad = arena.take(rows * query);
   s.keys = arena.take(kTile * a.d);

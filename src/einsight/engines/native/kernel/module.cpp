@@ -23,6 +23,7 @@ namespace einsight {
 namespace baseline { extern const Kernel kernel; }
 namespace avx2 { extern const Kernel kernel; }
 namespace avx512 { extern const Kernel kernel; }
+namespace avx512_bf16 { extern const Kernel kernel; }
 #else
 namespace generic { extern const Kernel kernel; }
 #endif
@@ -33,8 +34,10 @@ static std::vector<const Kernel *> available() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512bf16")) kernels.push_back(&avx512_bf16::kernel);
     kernels.push_back(&avx512::kernel);
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2::kernel);
   kernels.push_back(&baseline::kernel);
 #else
@@ -117,8 +120,16 @@ static Ask ask_of(nb::sequence given) {
   return ask;
 }
 
+// Whether queries and keys can be read two numbers at a time, and need no factor but a sign.
+static bool can_pair(const Request &a) {
+  float factor = a.query_factor();
+  bool even = a.dtype == Dtype::bfloat16 && a.d % 2 == 0 && a.query_stride[3] == 1 && a.key_stride[3] == 1;
+  for (int n = 0; n < 3; n++) even = even && a.query_stride[n] % 2 == 0 && a.key_stride[n] % 2 == 0;
+  return even && (factor == 1.f || factor == -1.f);
+}
+
 static Request request(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
-                       nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule) {
+                       nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule, int level) {
   Request a{};
   a.query = input(query, a.query_stride);
   a.key = input(key, a.key_stride);
@@ -132,6 +143,7 @@ static Request request(nb::handle query, nb::handle key, nb::handle value, float
   a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
   a.bias = static_cast<const float *>(input(bias, a.bias_stride));
   read_rule(rule, a);
+  a.pairs = kernels.at(level)->has_pairs && can_pair(a);
   return a;
 }
 
@@ -145,7 +157,7 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, float sc
                     nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule, nb::handle output,
                     nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle scores, nb::handle lse_rest,
                     nb::sequence asks, int threads, int level) {
-  Request a = request(query, key, value, scale, softcap, sink, slopes, bias, positions, rule);
+  Request a = request(query, key, value, scale, softcap, sink, slopes, bias, positions, rule, level);
   a.output = output.is_none() ? nullptr : borrow(output).address();
   a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
   a.scores = result(scores), a.lse_rest = result(lse_rest);
@@ -165,7 +177,7 @@ static void backward(nb::handle query, nb::handle key, nb::handle value, float s
                      nb::handle output_grad, nb::handle lse_grad, nb::handle max_score_grad, nb::handle entropy_grad,
                      nb::sequence asks, nb::handle query_grad, nb::handle key_grad, nb::handle value_grad,
                      nb::handle sink_grad, nb::handle slopes_grad, nb::handle bias_grad, int threads, int level) {
-  Request a = request(query, key, value, scale, softcap, sink, slopes, bias, positions, rule);
+  Request a = request(query, key, value, scale, softcap, sink, slopes, bias, positions, rule, level);
   Gradient g{};
   g.output = input(output, g.output_stride);
   g.output_grad = input(output_grad, g.output_grad_stride);

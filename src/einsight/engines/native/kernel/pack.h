@@ -62,9 +62,28 @@ inline Source keys_of(const Request &a, int64_t batch, int64_t group) {
           a.j, a.d};
 }
 
+inline Source queries_of(const Request &a, int64_t batch, int64_t head) {
+  return {element(a, a.query, batch * a.query_stride[0] + head * a.query_stride[1]), a.query_stride[2],
+          a.query_stride[3], a.i, a.d};
+}
+
 inline Source values_of(const Request &a, int64_t batch, int64_t group) {
   return {element(a, a.value, batch * a.value_stride[0] + group * a.value_stride[1]), a.value_stride[2],
           a.value_stride[3], a.j, a.e};
+}
+
+// The same rows, two bfloat16 numbers in the place of one float.
+inline Source in_pairs(const Source &s) { return {s.data, s.row / 2, 1, s.rows, s.width / 2}; }
+
+// One row of pairs; the sign of a negative factor goes into both numbers.
+inline void pack_row_of_pairs(const Source &source, int64_t n, bool negative, float *to) {
+  auto from = (const uint32_t *)source.data;
+  for (int64_t k = 0; k < source.width; k++) {
+    uint32_t pair;
+    __builtin_memcpy(&pair, from + n * source.row + k, 4);
+    pair ^= negative ? 0x80008000u : 0u;
+    __builtin_memcpy(to + k, &pair, 4);
+  }
 }
 
 // One tile of rows to panels [width][64]; rows beyond the end are zeros.
@@ -122,8 +141,40 @@ template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, float
   return !(sum_lanes(spoiled) == 0.f);
 }
 
+// One tile of values to panels [128][columns] of pairs: a key's number and the next key's.
+inline bool pack_pairs_of_rows(const Source &source, int64_t begin, float *to) {
+  int64_t row = source.row, stride = source.stride, count = least(kTile, source.rows - begin);
+  ValuePanels panels(source.width);
+  Vec spoiled = Vec{};
+  for (int64_t j = 0; j < count; j += 2) {
+    auto from = (const uint16_t *)source.data + (begin + j) * row;
+    for (int64_t n = 0; n < panels.count; n++) {
+      int64_t first = panels.begin(n) * W, last = panels.begin(n + 1) * W;
+      float *target = to + first * (kTile / 2) + j / 2 * (last - first) - first;
+      for (int64_t k = first; k < last; k += W) {
+        Vec v[2] = {};
+        for (int m = 0; m < least(2, count - j); m++) {
+          auto at = from + m * row + k * stride;
+          bool whole = stride == 1 && k + W <= source.width;
+          v[m] = whole ? load_as_float<Dtype::bfloat16>(at)
+                       : load_some<Dtype::bfloat16>(at, stride, least(W, source.width - k));
+          if (whole) __builtin_prefetch(at + kAhead * row);
+          spoiled += v[m] - v[m];
+        }
+        store(target + k, (Vec)(bits(v[0]) >> 16 | bits(v[1])));
+      }
+    }
+  }
+  return !(sum_lanes(spoiled) == 0.f);
+}
+
 inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, float *keys, float *values,
                       uint8_t *unsafe) {
+  if (a.pairs) {
+    pack_panels<Dtype::float32>(in_pairs(keys_of(a, batch, group)), tile * kTile, keys);
+    *unsafe = a.value && pack_pairs_of_rows(values_of(a, batch, group), tile * kTile, values);
+    return;
+  }
   by_dtype(a.dtype, [&](auto element) {
     constexpr Dtype dtype = dtype_of(decltype(element){});
     pack_panels<dtype>(keys_of(a, batch, group), tile * kTile, keys);
@@ -131,8 +182,8 @@ inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t ti
   });
 }
 
-// A tile of keys and values. A value panel that begins at column c starts at values + c * kTile, its rows apart by
-// its width; in place it starts at values + c, its rows apart by value_row.
+// A tile of keys and values. A value panel that begins at column c starts at values + c * steps, its rows apart by its
+// width; in place it starts at values + c, its rows apart by value_row.
 struct Tile {
   const float *keys, *values;
   int64_t value_row;

@@ -10,8 +10,9 @@ namespace EINSIGHT_LEVEL {
 
 // 6 x 4 accumulators (AVX-512, NEON) or 6 x 2 (AVX2) keep both multiply-add pipes full, and leave registers for
 // one row of B. Each entry is one chain of multiply-adds in the order of n, whatever the tile's shape: that is why
-// the same row gives the same bits in any tile. `turned` reads A by columns, as the gradients of keys and values do.
-template <int rows, int columns, bool turned = false>
+// the same row gives the same bits in any tile. `turned` reads A by columns, as the gradients of keys and values do;
+// `pairs` takes two bfloat16 steps for one.
+template <int rows, int columns, bool turned, bool pairs>
 INLINE void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t n,
                      Vec (&c)[rows][columns]) {
 #pragma GCC unroll 2
@@ -23,21 +24,21 @@ INLINE void multiply(const float *a, int64_t a_stride, const float *b, int64_t b
     for (int r = 0; r < rows; r++) {
       Vec x = all(turned ? a[k * a_stride + r] : a[r * a_stride + k]);
 #pragma GCC unroll 4
-      for (int v = 0; v < columns; v++) c[r][v] += x * row[v];
+      for (int v = 0; v < columns; v++) c[r][v] = pairs ? add_pairs(c[r][v], x, row[v]) : c[r][v] + x * row[v];
     }
   }
 }
 
 // scores[r][0..63] = query rows . keys of a panel; tile_max takes the largest of each lane.
 // The sum over d is cut into slabs, each a chain of its own.
-template <int rows>
+template <int rows, bool pairs>
 void score_panel(const float *query, int64_t query_stride, const float *keys, int64_t d, int64_t slab, float *scores,
                  int64_t scores_stride, float *tile_max) {
   for (int column = 0; column < kPanel; column += kColumns * W) {
     for (int64_t k = 0; k < d; k += slab) {
       bool last = k + slab >= d;
       Vec c[rows][kColumns] = {};
-      multiply<rows, kColumns>(query + k, query_stride, keys + k * kPanel + column, kPanel, last ? d - k : slab, c);
+      multiply<rows, kColumns, false, pairs>(query + k, query_stride, keys + k * kPanel + column, kPanel, last ? d - k : slab, c);
 #pragma GCC unroll 6
       for (int r = 0; r < rows; r++) {
         float *to = scores + r * scores_stride + column;
@@ -58,11 +59,11 @@ void score_panel(const float *query, int64_t query_stride, const float *keys, in
 }
 
 // output = output * correction + weights . values, for one panel of the value dimension.
-template <int rows, int columns, bool turned>
+template <int rows, int columns, bool turned, bool pairs>
 void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t values_stride, int64_t keys,
                 float *output, int64_t output_stride, const float *correction) {
   Vec c[rows][columns] = {};
-  multiply<rows, columns, turned>(weights, weights_stride, values, values_stride, keys, c);
+  multiply<rows, columns, turned, pairs>(weights, weights_stride, values, values_stride, keys, c);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -75,19 +76,26 @@ void add_values(const float *weights, int64_t weights_stride, const float *value
 typedef void (*ScorePanel)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, float *);
 typedef void (*AddValues)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, const float *);
 
-constexpr ScorePanel kScorePanel[kGroup] = {score_panel<1>, score_panel<2>, score_panel<3>,
-                                            score_panel<4>, score_panel<5>, score_panel<6>};
+template <bool pairs>
+constexpr ScorePanel kScorePanels[kGroup] = {score_panel<1, pairs>, score_panel<2, pairs>, score_panel<3, pairs>,
+                                             score_panel<4, pairs>, score_panel<5, pairs>, score_panel<6, pairs>};
 #if EINSIGHT_COLUMNS_4
-#define EINSIGHT_BY_COLUMNS(rows, turned) \
-  {add_values<rows, 1, turned>, add_values<rows, 2, turned>, add_values<rows, 3, turned>, add_values<rows, 4, turned>}
+#define EINSIGHT_BY_COLUMNS(rows)                                                        \
+  {add_values<rows, 1, turned, pairs>, add_values<rows, 2, turned, pairs>, \
+   add_values<rows, 3, turned, pairs>, add_values<rows, 4, turned, pairs>}
 #else
-#define EINSIGHT_BY_COLUMNS(rows, turned) {add_values<rows, 1, turned>, add_values<rows, 2, turned>}
+#define EINSIGHT_BY_COLUMNS(rows) {add_values<rows, 1, turned, pairs>, add_values<rows, 2, turned, pairs>}
 #endif
-#define EINSIGHT_BY_ROWS(turned) \
-  {EINSIGHT_BY_COLUMNS(1, turned), EINSIGHT_BY_COLUMNS(2, turned), EINSIGHT_BY_COLUMNS(3, turned), \
-   EINSIGHT_BY_COLUMNS(4, turned), EINSIGHT_BY_COLUMNS(5, turned), EINSIGHT_BY_COLUMNS(6, turned)}
-constexpr AddValues kAddValues[kGroup][kColumns] = EINSIGHT_BY_ROWS(false);
-constexpr AddValues kAddTurned[kGroup][kColumns] = EINSIGHT_BY_ROWS(true);
+template <bool turned, bool pairs>
+constexpr AddValues kAdders[kGroup][kColumns] = {EINSIGHT_BY_COLUMNS(1), EINSIGHT_BY_COLUMNS(2), EINSIGHT_BY_COLUMNS(3),
+                                                 EINSIGHT_BY_COLUMNS(4), EINSIGHT_BY_COLUMNS(5), EINSIGHT_BY_COLUMNS(6)};
+
+constexpr auto kScorePanel = kScorePanels<false>;
+constexpr auto kAddValues = kAdders<false, false>;
+constexpr auto kAddTurned = kAdders<true, false>;
+// Where there are no pairs these are never called, and are not compiled a second time.
+constexpr auto kScorePairs = kScorePanels<kHasPairs>;
+constexpr auto kAddPairs = kAdders<false, kHasPairs>;
 
 }  // namespace EINSIGHT_LEVEL
 }  // namespace einsight

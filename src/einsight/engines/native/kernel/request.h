@@ -48,6 +48,7 @@ struct Request : Rule {
   Dtype dtype;
   const void *query, *key, *value;  // value is null where only readouts are asked
   int64_t query_stride[4], key_stride[4], value_stride[4];
+  bool pairs;                       // whether products take two bfloat16 numbers at once
   float scale, softcap;             // softcap 0: none
   const float *sink, *slopes;       // [h] or null
   const float *bias;                // broadcasts to [b, h, i, j], or null; -inf hides a key
@@ -61,6 +62,8 @@ struct Request : Rule {
   const Ask *asks;
   int64_t ask_count;
 
+  int64_t depth() const { return pairs ? d / 2 : d; }            // steps of a score's product
+  int64_t tile_steps() const;                                    // steps of a tile's product with values
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
   bool keeps_weights() const { return ask_count > 0; }
@@ -101,11 +104,13 @@ constexpr int kBlock = 96;   // query rows that share a pass over the keys
 constexpr int kTile = 256;   // keys between two updates of the running maximum
 constexpr int kMaxWidth = 16;
 
+inline int64_t Request::tile_steps() const { return pairs ? kTile / 2 : kTile; }
+
 // The packed keys and values of one key head. With `state`, tiles are packed by whichever thread
 // needs them first and shared; without, the buffers hold one tile and belong to one thread.
 struct Packed {
-  float *keys;           // [panel][d][64]
-  float *values;         // [tile][value panel][256][panel width]
+  float *keys;           // [panel][depth][64]
+  float *values;         // [tile][value panel][steps][panel width]
   int32_t *state;        // per tile: 0 raw, 1 being packed, 2 packed
   uint8_t *unsafe;       // per tile: some value is NaN or infinite
 };
@@ -139,6 +144,7 @@ struct Workspace {
   float *tile_max;       // [rows][16]
   float *scores;         // [rows][kTile + 16], where weights need not be kept
   float *values;         // [kTile][columns of a value panel], where single keys may be hidden
+  float *pairs;          // [kGroup][kTile / 2 + 16] weights of a tile, two at a time
   float *mass;           // [kGroup][padded groups], where asked
   Sums *sums;            // [asks], of those that add up
 };
@@ -163,6 +169,7 @@ struct Part {
 // A thread's memory for the gradients.
 struct GradientSpace {
   float *query, *output_grad, *query_grad;   // [kPart][padded d or e]
+  float *query_pairs;                        // [kPart][padded d], where scores are made of pairs
   float *keys, *key_rows, *values;           // a tile: panels [d][64], rows in panels [256][columns], panels [e][64]
   float *key_grad, *value_grad;              // a tile [256][padded d or e]
   float *weights, *scores_grad, *chain;      // [kBlock][kTile + 16]; chain: derivative of the softcap
@@ -175,6 +182,7 @@ struct GradientSpace {
 struct Kernel {
   const char *name;
   int width;  // floats in a vector
+  bool has_pairs;
   void (*attend)(const Request &, const Task &, Packed &, Workspace &, Rows &);
   void (*merge)(const Request &, Rows &into, const Rows &from);
   // Output and readouts of finished rows. What is added up over blocks is left in the workspace.

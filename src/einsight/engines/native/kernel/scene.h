@@ -93,6 +93,9 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   float *query = c.space.query + n * c.query_stride, *output_grad = c.space.output_grad + n * c.value_stride;
   c.space.unsafe[n] = pack_row(a, a.query, a.query_stride, c.part.batch, s.head[r], s.query[r], a.d, a.query_factor(),
                                query);
+  if (a.pairs)
+    pack_row_of_pairs(in_pairs(queries_of(a, c.part.batch, s.head[r])), s.query[r], a.query_factor() < 0,
+                      c.space.query_pairs + n * c.query_stride);
   float mean = 0.f, top = g.max_score[at], lse = g.lse[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
   bool empty = top == -kInfinity;
   if (g.output_grad) {
