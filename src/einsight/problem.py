@@ -69,7 +69,7 @@ class Problem:
     readouts: tuple[Readout, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @property
+    @_remembered
     def sizes(self) -> Sizes:
         b, h, i, d = self.query.shape
         g, j = self.key.shape[1:3]

@@ -394,7 +394,7 @@ def test_compile_sees_one_operation() -> None:
     query, key, value = make(SIZES["tiles"])
     problem = pose(query, key, value, offset=0, readouts=tuple((READOUTS | of_keys(103, 521)).values()))
     settings = native._settings(problem)
-    arguments = (query, key, value, *settings, True, False, True, False, True)
+    arguments = (query, key, value, *settings[:6], *native.operations._flat(settings), True, False, True, False, True)
     torch.library.opcheck(
         torch.ops.einsight.native_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

@@ -357,9 +357,10 @@ def test_the_operation_is_well_made() -> None:
     readouts = tuple(r for r, _ in READOUTS.values())
     problem = pose(case.query, case.key, case.value, es.causal(), offset=case.offset, readouts=readouts)
     settings = native._settings(problem)
+    flat = *settings[:6], *native.operations._flat(settings)
     operands = case.query, case.key, case.value
     output, lse, largest, entropy, _, rest, *parts = torch.ops.einsight.native_forward(
-        *operands, *settings, True, True, True, False, True
+        *operands, *flat, True, True, True, False, True
     )
     upper = torch.ones(b, h, i, e), None, None, torch.ones(b, h, i)
     indices = [part for part in parts if part.dtype == torch.int64]
@@ -368,6 +369,6 @@ def test_the_operation_is_well_made() -> None:
     of_asks = [indices[0] if kind is native.Kind.TOP else None for kind in kinds]
     torch.library.opcheck(
         torch.ops.einsight.native_backward.default,
-        (*operands, *settings, output, lse, largest, entropy, rest, *upper, floats, of_asks, *[True] * 3, *[False] * 3),
+        (*operands, *flat, output, lse, largest, entropy, rest, *upper, floats, of_asks, *[True] * 3, *[False] * 3),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -56,11 +56,14 @@ def _rule(problem: Problem) -> Rule | str:
 
 
 def _lowered(problem: Problem) -> Rule | str:
-    mask, at = problem.mask, problem.whole
-    if mask is not None and any(factor.given(at) is not None for factor in mask.factors()):
+    mask = problem.mask
+    if mask is None:
+        return Rule(*problem.bounds[:2])
+    at = problem.whole
+    if any(factor.given(at) is not None for factor in mask.factors()):
         return lower(mask, at)  # the kernel finds the ends of a tensor's rows faster than `bounds`
     lo, hi, exact = problem.bounds
-    if exact or mask is None:
+    if exact:
         return Rule(lo, hi)
     return lower(mask, at, (lo[..., None], hi[..., None]))
 
@@ -143,5 +146,6 @@ def _settings(problem: Problem) -> Settings:
         slopes,
         bias,
         problem.positions if places else None,
-        *operations.flat(rule, [ask for asks in _asks(problem) for ask in asks]),
+        rule,
+        [ask for asks in _asks(problem) for ask in asks],
     )

@@ -77,7 +77,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*leaves, *found[:4], found.lse_rest, *integers)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found.lse_rest, *integers)
-        return *found[:6], *found.parts
+        # A None among the outputs would shift the gradients under torch.compile.
+        return *(leaves[0].new_empty(0) if x is None else x for x in found[:6]), *found.parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

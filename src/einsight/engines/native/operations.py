@@ -20,8 +20,7 @@ except ImportError:
 
 
 class Settings(NamedTuple):
-    """What scores and weights are made with. `softcap` 0 is none; `numbers` and `tensors` hold the mask and the
-    readouts of weights: see `flat`."""
+    """What scores and weights are made with, and the readouts of weights. `softcap` 0 is none."""
 
     scale: float
     softcap: float
@@ -29,8 +28,8 @@ class Settings(NamedTuple):
     slopes: Float[Tensor, " h"] | None
     bias: Float[Tensor, "#b #h #i #j"] | None
     positions: Int[Tensor, "#b i"] | None
-    numbers: list[int]
-    tensors: list[Tensor | None]
+    rule: Rule
+    asks: list[Ask]
 
 
 class Asked(NamedTuple):
@@ -44,7 +43,7 @@ class Asked(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the forward writes, or gradients of it. What wasn't asked is an empty tensor, what isn't there None."""
+    """What the forward writes, or gradients of it; None for what wasn't asked."""
 
     output: Tensor | None  # [b, h, i, e]
     lse: Tensor | None  # [b, h, i]
@@ -74,9 +73,14 @@ def forward(
     asked: Asked,
 ) -> Results:
     """The output and the results asked for."""
-    run = torch.ops.einsight.native_forward if torch.compiler.is_compiling() else _forward
-    output, lse, max_score, entropy, scores, lse_rest, *parts = run(query, key, value, *settings, *asked)
-    return Results(output, lse, max_score, entropy, scores, lse_rest, parts)
+    if torch.compiler.is_compiling():
+        made = torch.ops.einsight.native_forward(query, key, value, *settings[:6], *_flat(settings), *asked)
+        found = [x if flag else None for x, flag in zip(made, (value is not None, *asked), strict=False)]
+        parts = made[len(found) :]
+    else:
+        found, parts = _forward(query, key, value, settings, asked)
+    output, lse, max_score, entropy, scores, lse_rest = found
+    return Results(output, lse, max_score, entropy, scores, lse_rest, list(parts))
 
 
 def backward(
@@ -90,80 +94,83 @@ def backward(
 ) -> Gradients:
     """The gradients `wanted`, from the forward's results and the gradients of these; `upper.parts` holds one for each
     readout of weights, `found.parts` the keys of the strongest ones."""
-    run = torch.ops.einsight.native_backward if torch.compiler.is_compiling() else _backward
     of_scores = found.output, found.lse, found.max_score, found.entropy, found.lse_rest
-    return Gradients(*run(query, key, value, *settings, *of_scores, *upper[:4], upper.parts, found.parts, *wanted))
+    given = *of_scores, *upper[:4], upper.parts, found.parts, *wanted
+    if torch.compiler.is_compiling():
+        made = torch.ops.einsight.native_backward(query, key, value, *settings[:6], *_flat(settings), *given)
+    else:
+        made = _backward(query, key, value, settings, *given)
+    return Gradients(*made)
 
 
-def flat(rule: Rule, asks: list[Ask]) -> tuple[list[int], list[Tensor | None]]:
-    """The mask and what is asked as an operation takes them: numbers, and tensors that may be absent."""
-    whole = [rule, *(ask.rule for ask in asks)]
+def _flat(settings: Settings) -> tuple[list[int], list[Tensor | None]]:
+    """The mask and the readouts as an operation takes them: numbers, and tensors that may be absent."""
+    whole = [settings.rule, *(ask.rule for ask in settings.asks)]
     numbers = [int(rule is not None and rule.shows) for rule in whole]
     tensors: list[Tensor | None] = []
     for rule_of in whole:
         lo, hi, seen, _, query_ids, key_ids = rule_of or (None,) * 6
         tensors += [lo, hi, seen, query_ids, key_ids]  # type: ignore[list-item]
-    for ask in asks:
+    for ask in settings.asks:
         numbers += [int(ask.kind), ask.rows, ask.number]
         tensors += [ask.slot, ask.member]
     return numbers, tensors
 
 
-def _unflat(numbers: list[int], tensors: list[Tensor | None]) -> tuple[tuple[Any, ...], list[Ask]]:
+def _settings(*flat: Any) -> Settings:
+    scale, softcap, sink, slopes, bias, positions, numbers, tensors = flat
     n = (len(numbers) - 1) // 4  # a number for each rule, the mask's first, and three for each readout
     parts = [tensors[5 * k : 5 * k + 5] for k in range(n + 1)]
-    rules = [(*part[:3], bool(shows), *part[3:]) for part, shows in zip(parts, numbers, strict=False)]
+    rules = [
+        Rule(lo, hi, seen, bool(shows), query_ids, key_ids)  # type: ignore[arg-type]
+        for (lo, hi, seen, query_ids, key_ids), shows in zip(parts, numbers, strict=False)
+    ]
     numbers, tensors = numbers[n + 1 :], tensors[5 * (n + 1) :]
     asks = []
     for k in range(n):
         kind, rows, number = numbers[3 * k : 3 * k + 3]
         rule = None if rules[k + 1][0] is None else rules[k + 1]
         asks.append(Ask(Kind(kind), rows, number, tensors[2 * k], rule, tensors[2 * k + 1]))  # type: ignore[arg-type]
-    return rules[0], asks
+    return Settings(scale, softcap, sink, slopes, bias, positions, rules[0], asks)
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor | None, *rest: Any, threads: int | None = None, level: int = 0
-) -> list[Tensor]:
+    query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, asked: Asked, *, level: int = 0
+) -> tuple[list[Tensor | None], list[Tensor]]:
     """`level` chooses among `kernel.levels`, the instruction sets of this processor, best first."""
-    *settings, numbers, tensors = rest[:8]
-    asked = Asked(*rest[8:])
-    rule, asks = _unflat(numbers, tensors)
-    own, parts = _results(query, key, value, asked, asks)
-    given = [result if flag else None for result, flag in zip(own, (value is not None, *asked), strict=True)]
-    lines = [_line(ask, part[0], part[1] if part[1:] else None) for ask, part in zip(asks, parts, strict=True)]
-    kernel.forward(query, key, value, *settings, rule, *given, lines, threads or torch.get_num_threads(), level)
-    # An operation may not return one tensor twice, so each that is absent is an empty one of its own.
-    return [*own, *(tensor for part in parts for tensor in part)]
+    own, parts = _results(query, key, value, asked, settings.asks)
+    lines = [_line(ask, *part) for ask, part in zip(settings.asks, parts, strict=True)]
+    kernel.forward(query, key, value, *settings[:7], *own, lines, torch.get_num_threads(), level)
+    return own, [tensor for part in parts for tensor in part]
 
 
-def _line(ask: Ask, result: Tensor | None, indices: Tensor | None) -> tuple[Any, ...]:
+def _line(ask: Ask, result: Tensor | None, indices: Tensor | None = None) -> tuple[Any, ...]:
     return int(ask.kind), ask.number, ask.rows, ask.slot, ask.rule, ask.member, result, indices
 
 
 def _results(
     query: Tensor, key: Tensor, value: Tensor | None, asked: Asked, asks: list[Ask]
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+) -> tuple[list[Tensor | None], list[list[Tensor]]]:
     b, h, i, d = query.shape
     g, j = key.shape[1:3]
 
-    def make(asked: bool, *shape: int) -> Tensor:
-        return torch.empty(shape if asked else 0, dtype=torch.float32, device=query.device)
+    def make(asked: bool, *shape: int) -> Tensor | None:
+        return torch.empty(shape, dtype=torch.float32, device=query.device) if asked else None
 
     rows = (make(flag, b, h, i) for flag in (asked.lse, asked.max_score, asked.entropy))
-    output = query.new_empty(0 if value is None else (b, h, i, value.shape[3]))
+    output = None if value is None else query.new_empty(b, h, i, value.shape[3])
     own = [output, *rows, make(asked.scores, b, h, i, j), make(asked.lse_rest, b, h, i)]
     return own, [blank(ask, Sizes(b, h, g, i, j, d, 0)) for ask in asks]
 
 
-def _backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any, level: int = 0) -> list[Tensor]:
-    *settings, numbers, tensors = rest[:8]
-    found, upper, (upper_parts, indices), wanted = rest[8:13], rest[13:17], rest[17:19], rest[19:]
-    rule, asks = _unflat(numbers, tensors)
-    made = _gradients(query, key, value, settings[4], *wanted)
+def _backward(
+    query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, *rest: Any, level: int = 0
+) -> list[Tensor]:
+    found, upper, (upper_parts, indices), wanted = rest[:5], rest[5:9], rest[9:11], rest[11:]
+    made = _gradients(query, key, value, settings.bias, *wanted)
     given = [gradient if gradient.numel() else None for gradient in made]
-    lines = [_line(*line) for line in zip(asks, upper_parts, indices, strict=True) if line[1] is not None]
-    kernel.backward(query, key, value, *settings, rule, *found, *upper, lines, *given, torch.get_num_threads(), level)
+    lines = [_line(*line) for line in zip(settings.asks, upper_parts, indices, strict=True) if line[1] is not None]
+    kernel.backward(query, key, value, *settings[:7], *found, *upper, lines, *given, torch.get_num_threads(), level)
     return made
 
 
@@ -176,9 +183,22 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | 
     ]
 
 
+def _with_blanks(found: list[Tensor | None], parts: list[Tensor], like: Tensor) -> list[Tensor]:
+    """An operation returns tensors, and none of them twice."""
+    return [*(like.new_empty(0) if x is None else x for x in found), *parts]
+
+
+def _forward_operation(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
+    return _with_blanks(*_forward(query, key, value, _settings(*rest[:8]), Asked(*rest[8:])), query)
+
+
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
-    own, parts = _results(query, key, value, Asked(*rest[8:]), _unflat(*rest[6:8])[1])
-    return [*own, *(tensor for part in parts for tensor in part)]
+    own, parts = _results(query, key, value, Asked(*rest[8:]), _settings(*rest[:8]).asks)
+    return _with_blanks(own, [tensor for part in parts for tensor in part], query)
+
+
+def _backward_operation(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
+    return _backward(query, key, value, _settings(*rest[:8]), *rest[8:])
 
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -199,7 +219,7 @@ library.define(
     "Tensor?[] indices, bool query_wanted, bool key_wanted, bool value_wanted, bool sink_wanted, bool slopes_wanted, "
     "bool bias_wanted) -> Tensor[]"
 )
-library.impl("native_forward", _forward, "CPU")
-library.impl("native_backward", _backward, "CPU")
+library.impl("native_forward", _forward_operation, "CPU")
+library.impl("native_backward", _backward_operation, "CPU")
 torch.library.register_fake("einsight::native_forward", _fake_forward, lib=library)
 torch.library.register_fake("einsight::native_backward", _fake_backward, lib=library)
