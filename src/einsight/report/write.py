@@ -28,7 +28,7 @@ from einsight.report.source import Layer, parts
 from einsight.report.survey import Question, lengths, repeats, strongest, survey
 from einsight.report.text import Piece
 
-SCRIPTS = ("data", "help", "grids", "tokens", "patches", "map", "views", "keys", "start")
+SCRIPTS = ("data", "basics", "state", "grids", "tokens", "patches", "map", "views", "keys", "start")
 
 
 def html(

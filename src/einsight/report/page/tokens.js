@@ -1,0 +1,155 @@
+/* ---- the text: tokens as the tokenizer cut them; each is written to only when what it shows has changed ---- */
+
+let LISTS = [];                                                    // one text, or queries and keys
+const LONG = 220;
+
+function buildTexts() {
+  const holder = $("texts");
+  holder.replaceChildren();
+  LISTS = PART.cross ? [textList("query", PART.queries), textList("key", PART.keys)] : [textList("both", PART.keys)];
+  for (const list of LISTS) {
+    if (PART.cross) holder.append(el("p", "caption", list.side === "query" ? "The queries: who looks" : "The keys: what is looked at"));
+    holder.append(list.root);
+  }
+}
+
+function textList(side, data) {
+  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (data.text.length > LONG ? " long" : "")), patches: null };
+  const patches = PART.patches && side !== "query" ? PART.patches : null;
+  list.root.tabIndex = 0;
+  list.root.setAttribute("role", "group");
+  list.root.setAttribute("aria-label", side === "key" ? "the keys" : side === "query" ? "the queries" : "the text");
+  let line = el("p");
+  const breakLine = () => { if (line.childNodes.length) list.root.append(line); line = el("p"); };
+  data.text.forEach((text, n) => {
+    if (PART.prompt && side !== "key" && n === PART.prompt) {
+      breakLine();
+      list.root.append(el("div", "generated", "generated from here on"));
+    }
+    if (patches && n >= patches.start && n < patches.start + patches.rows * patches.columns) {
+      list.tokens[n] = null;
+      if (n > patches.start) return;
+      breakLine();
+      list.patches = patchBoard(list, patches);
+      list.root.append(list.patches.canvas);
+      return;
+    }
+    const token = tokenSpan(data, n, line.childNodes.length > 0);
+    list.tokens[n] = token;
+    if (/^ /.test(text) && line.childNodes.length) line.append(" ");
+    line.append(token);
+    if (PART.named ? false : true) line.append(" ");
+    if (/ $/.test(text)) line.append(" ");
+    const next = data.text[n + 1] ?? "";
+    if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
+  });
+  breakLine();
+  textEvents(list);
+  return list;
+}
+
+/* A token's own text; one space before a word is the gap between tokens, any other is drawn. */
+function tokenSpan(data, n, inLine) {
+  const text = data.text[n], cut = data.cut[n], token = el("span", "t");
+  token.dataset.i = n;
+  if (cut && cut[0] > 0) {
+    token.append(el("i", "", "›"));
+    token.title = `${text}: part ${cut[0] + 1} of ${cut[1]}`;
+    return token;
+  }
+  let rest = text.replace(/^ (?=\S)/, "").replace(/(\S) $/, "$1");
+  if (rest === " ") rest = "␣";
+  for (const part of rest.split(/(\r\n|\n|\r|\t| {2,}|^ +| +$|␣)/).filter(Boolean)) {
+    if (/^[\s␣]+$/.test(part) && part !== " " || part === "␣") token.append(el("i", "", part.length > 8 && /^ +$/.test(part) ? `␣×${part.length}` : visible(part).replace(/ /g, "␣")));
+    else token.append(visible(part));
+  }
+  if (!token.childNodes.length) token.append(el("i", "", "∅"));
+  if (cut) token.title = `${text}: part 1 of ${cut[1]}`;
+  return token;
+}
+
+function textEvents(list) {
+  const at = event => {
+    const token = event.target.closest?.(".t");
+    if (token) return +token.dataset.i;
+    return list.patches && event.target === list.patches.canvas ? list.patches.hit(event) : null;
+  };
+  const hover = event => { if (event.pointerType !== "touch") pointAt(list, at(event)); };
+  list.root.onpointerover = hover;
+  if (list.patches) list.patches.canvas.onpointermove = hover;
+  list.root.onpointerleave = () => { if (S.pinned) set({ other: S.kept }); };
+  list.root.onmousedown = event => { if (event.shiftKey) event.preventDefault(); };   // a pair is picked, no text selected
+  list.root.onclick = event => {
+    const n = at(event);
+    if (n === null) return;
+    if (event.shiftKey && S.focus !== null) set({ other: n, kept: n, pinned: true });
+    else if (S.pinned && isFocus(list, n)) set({ focus: n, other: null, kept: null, pinned: false });
+    else if (S.pinned && PART.cross && !focusIsIn(list)) set({ other: n, kept: n });
+    else set({ ...turned(list), focus: n, other: null, kept: null, pinned: true });
+  };
+}
+
+/* In two texts the side that is pointed at says which way to look. */
+const turned = list => list.side === "both" ? {} : { direction: list.side === "query" ? "out" : S.direction === "sum" ? "sum" : "in" };
+const focusIsIn = list => list.side === "both" || (S.direction === "out") === (list.side === "query");
+const isFocus = (list, n) => focusIsIn(list) && n === S.focus;
+
+function pointAt(list, n) {
+  if (n === null) return;
+  if (!S.pinned) set({ ...turned(list), focus: n, other: null });
+  else if (list.side === "both") set({ other: n === S.focus ? S.kept : n });
+  else if (!focusIsIn(list)) set({ other: n });
+}
+
+/* What a list's tokens show: values per token, or null where they show none. Masked ones are NaN. */
+function shownIn(list, found) {
+  if (found === null) return null;
+  if (list.side === "both" && S.direction === "in") {
+    const spread = new Float32Array(PART.j).fill(NaN);
+    found.forEach((x, q) => { spread[q + PART.offset] = x; });
+    return spread;
+  }
+  if (list.side === "both") return found;
+  return (S.direction === "in") === (list.side === "query") ? found : null;
+}
+
+function drawTexts() {
+  const h = current(), found = values(h), most = scaleOf(h, S.direction === "sum" ? "weight" : S.measure);
+  const measure = S.direction === "sum" ? "weight" : S.measure, labelled = inPercent(measure);
+  for (const list of LISTS) {
+    const shown = shownIn(list, found), matches = new Set(list.side === "key" ? S.foundKeys : S.found);
+    const focus = focusIsIn(list) ? S.focus : null, other = list.side === "both" || !focusIsIn(list) ? S.other : null;
+    const focusShows = S.direction !== "sum" || S.pinned;
+    list.tokens.forEach((token, n) => {
+      if (!token) return;
+      const x = shown ? shown[n] : 0, hidden = S.hide && n === PART.first && list.side !== "query" && S.direction !== "in";
+      const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && S.direction !== "sum";
+      const label = !shown || hidden || !(part >= .0995) ? "" : labelled ? String(Math.round(x * 100)) : short(x);
+      const flags = (seen ? level(part) + 1 : 0) | (masked ? 512 : 0) | (hidden ? 1024 : 0) | (n === focus && focusShows ? 2048 : 0)
+        | (n === focus && S.pinned ? 4096 : 0) | (n === other ? 8192 : 0) | (matches.has(n) ? 16384 : 0);
+      const state = flags + ":" + label;
+      if (list.state[n] === state) return;
+      list.state[n] = state;
+      const lit = seen ? level(part) : -1, style = token.style;
+      style.backgroundColor = lit >= 0 ? rgb(RAMP[lit]) : "";
+      style.color = lit >= 0 ? OVER[lit] : "";
+      token.dataset.w = label;
+      token.className = "t" + (seen ? " seen" : "") + (masked ? " off" : "") + (hidden ? " hid" : "") + (flags & 2048 ? " focus" : "")
+        + (flags & 4096 && flags & 2048 ? " pin" : "") + (flags & 8192 ? " other" : "") + (flags & 16384 ? " found" : "");
+    });
+    list.patches?.paint(shown, most, focus, other, focusShows);
+  }
+}
+
+/* Colours have changed: write everything anew. */
+const repaint = () => { for (const list of LISTS) list.state = []; };
+
+/* Long texts scroll in a box of their own, so that grids and map stay in sight. */
+function reveal(place, side = "query") {
+  const list = LISTS.find(one => one.side === "both" || one.side === side), token = list?.tokens[place];
+  if (!token) return;
+  if (list.root.classList.contains("long")) {
+    const box = list.root.getBoundingClientRect(), at = token.getBoundingClientRect();
+    if (at.top < box.top + 20 || at.bottom > box.bottom - 30) list.root.scrollTop += at.top - box.top - box.height / 2;
+  } else token.scrollIntoView({ block: "nearest" });
+}
