@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+import einsight as es
 from einsight.coordinates import Sizes, numbers
 from einsight.readouts import Block, Readout, Shapes
 
@@ -121,6 +124,22 @@ class Shares(Readout):
 
     def join(self, *parts: Tensor) -> tuple[Tensor, ...]:
         return parts[0] / parts[2].clamp(min=1), parts[1] / parts[2].clamp(min=1)
+
+
+class PoolWithout(es.Pool):
+    """`Pool` of the weights without one key, the rest of a row divided by what it left: [b, h, m, n]."""
+
+    def __init__(self, block: int, but: int):
+        super().__init__(block)
+        self.but = but
+
+    def block(self, x: Block) -> Float[Tensor, "b h m n"]:
+        but = self.but - x.at.keys.start
+        if not 0 <= but < x.weights.shape[3]:
+            return super().block(x)
+        scaled = x.weights * inverse(1 - x.weights[..., but]).unsqueeze(-1)
+        scaled[..., but] = 0
+        return super().block(replace(x, weights=scaled))
 
 
 def inverse(left: Float[Tensor, ...]) -> Float[Tensor, ...]:

@@ -46,8 +46,15 @@ class Part:
     layers: list[Layer] = field(default_factory=list)
 
 
-def parts(source: Any, *, cross: bool, item: int | None, hidden_states: Sequence[Tensor] | None) -> list[Part]:
-    """The parts of whatever a report can be made of. `cross`: the user gave keys that are another text's."""
+def parts(
+    source: Any,
+    *,
+    one_text: Callable[[int, int], bool],
+    item: int | None,
+    hidden_states: Sequence[Tensor] | None,
+) -> list[Part]:
+    """The parts of whatever a report can be made of. A lens knows cross-attention by itself; of others `one_text` says
+    whether that many queries and keys are of the same text."""
     if isinstance(source, Lens):
         return _of_lens(source, item, hidden_states)
     if isinstance(source, es.AttentionWeights):
@@ -63,7 +70,7 @@ def parts(source: Any, *, cross: bool, item: int | None, hidden_states: Sequence
             "source must be a Lens, an AttentionWeights, dense weights [b, h, i, j] or a tuple of them, as Hugging "
             f"Face's attentions{empty}; not {type(source).__name__}"
         )
-    return _grouped(layers, cross)
+    return _grouped(layers, one_text)
 
 
 def _of_lens(lens: Lens, item: int | None, hidden_states: Sequence[Tensor] | None) -> list[Part]:
@@ -187,11 +194,11 @@ def _of_steps(steps: Sequence[Sequence[Tensor]], item: int | None) -> list[Layer
     return layers
 
 
-def _grouped(layers: list[Layer], cross: bool) -> list[Part]:
+def _grouped(layers: list[Layer], one_text: Callable[[int, int], bool]) -> list[Part]:
     found: dict[tuple[int, int], Part] = {}
     for n, layer in enumerate(layers):
         layer.number, i, j = n, layer.i, layer.j
-        part = found.setdefault((i, j), Part(i, j, cross or i > j, max(j - i, 0), False))
+        part = found.setdefault((i, j), Part(i, j, not one_text(i, j), max(j - i, 0), False))
         part.layers.append(layer)
     return list(found.values())
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import einsight as es
-from einsight.report.readouts import At, Coded, Peak, Seen, Shares, Total, coded, inverse
+from einsight.report.readouts import At, Coded, Peak, PoolWithout, Seen, Shares, Total, coded, inverse
 
 WHOLE = 512  # up to so many queries and keys every weight is kept
 STRONGEST = 10_000_000  # above, so many weights of all heads and queries together
@@ -94,6 +94,7 @@ def survey(weights: es.AttentionWeights, asked: Question) -> Survey:
         readouts["weights"] = Coded()
     else:
         readouts |= {"top": es.TopK(asked.strongest), "pool": es.Pool(asked.block)}
+        readouts["pool_without_first"] = PoolWithout(asked.block, asked.first)
     found = weights.read(readouts)
     found = {name: _item(result) for name, result in found.items()}
     seen = found.pop("seen")
@@ -152,9 +153,8 @@ def _summary(found: dict[str, Any], lo: Tensor, hi: Tensor, asked: Question) -> 
     """A long layer's arrays: each query's strongest keys, what they cover, and a picture of pooled cells."""
     weights, keys = found["top"]
     place = torch.arange(asked.i, device=keys.device)[None, :, None] + asked.offset
-    size, pool = asked.block, coded(found["pool"])
     # A cell is masked where none of its queries sees any of its keys.
-    m, n = pool.shape[1:]
+    size, (m, n) = asked.block, found["pool"].shape[1:]
     start = torch.arange(n, device=lo.device) * size
     short = (0, m * size - asked.i)
     low = torch.nn.functional.pad(lo, short, value=1 << 40).unflatten(0, (m, size))
@@ -165,7 +165,8 @@ def _summary(found: dict[str, Any], lo: Tensor, hi: Tensor, asked: Question) -> 
         "keys": torch.where(keys < 0, 0, (place - keys) % asked.j).transpose(1, 2).int(),
         "top": torch.where(keys < 0, 0, coded(weights)).transpose(1, 2).to(torch.uint8),
         "covered": (weights.sum(-1) * 255).round().clamp(max=255).to(torch.uint8),
-        "pool": pool * seen,
+        "pool": coded(found["pool"]) * seen,
+        "pool_without_first": coded(found["pool_without_first"]) * seen,
     }
 
 

@@ -26,7 +26,7 @@ from einsight.report.picture import picture
 from einsight.report.readouts import Seen
 from einsight.report.source import Layer, parts
 from einsight.report.survey import Question, lengths, repeats, strongest, survey
-from einsight.report.text import Piece
+from einsight.report.text import Piece, texts
 
 SCRIPTS = ("data", "basics", "state", "grids", "tokens", "patches", "map", "views", "keys", "start")
 
@@ -128,7 +128,18 @@ def gathered(
     item: int | None,
 ) -> list[Named]:
     """The source's parts with their names; every refusal of the arguments comes from here."""
-    found = parts(source, cross=key_tokens is not None, item=item, hidden_states=hidden_states)
+
+    def one_text(i: int, j: int) -> bool:
+        if key_tokens is not None or i > j:
+            return False
+        if i == j:
+            return True
+        # The last queries of a text, after a cache; or a text that looks at another thing.
+        if tokens is None:
+            return image is None and grid is None
+        return len(texts(tokens, "tokens", item or 0)) in (j, j + 1)
+
+    found = parts(source, one_text=one_text, item=item, hidden_states=hidden_states)
     fitting = chosen_grid(grid, image, found)
     made = named(found, tokens, key_tokens, item or 0, fitting)
     titles(made)
@@ -150,8 +161,7 @@ def question(one: Named) -> Question:
         names = ("entropy", "strongest", "itself", *(("first",) if one.patches else ()))
     else:
         if one.spelled and causal:
-            texts = [f"{piece.text}\0{piece.part}" for piece in one.keys]
-            targets = repeats(texts)
+            targets = repeats([f"{piece.text}\0{piece.part}" for piece in one.keys])
             targets = None if targets is None else targets[part.offset : part.offset + part.i]
             targets = None if targets is None or not bool((targets >= 0).any()) else targets
         names = ("entropy", "first", "previous", *(() if causal else ("next",)))

@@ -89,6 +89,7 @@ function drawAll() {
     S.least ? `; ${plural(shown.filter(x => x >= least).length, "head")} from ${(statistic.end ?? statistic.format)(least)} on` : "");
   put("all-most", (statistic.end ?? statistic.format)(most));
   $("least").value = S.least;
+  $("least").classList.toggle("set", S.least > 0);
   $("least").setAttribute("aria-valuetext", (statistic.end ?? statistic.format)(least));
   $("all").title = "";
   $("all").setAttribute("aria-label", `${plural(PART.heads.length, "head")} in ${plural(PART.layers.length, "layer")}, coloured by ${statistic.name}; selected ${PART.heads[S.head].name}, ${statistic.format(shown[S.head])}`);

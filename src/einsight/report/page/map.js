@@ -12,11 +12,12 @@ function mapImage(h) {
   if (bitmap.name === name) return bitmap.image;
   const m = PART.whole ? PART.i : Math.ceil(PART.i / PART.block), n = PART.whole ? PART.j : Math.ceil(PART.j / PART.block);
   const image = new ImageData(n, m), most = PART.whole ? scaleOf(h) : 1, { head } = PART.heads[h];
+  const cells = a && (PART.whole ? a.weights : S.hide ? a.pool_without_first : a.pool);
   for (let y = 0; a && y < m; y++) {
     const by = PART.whole && S.hide ? scaled(PART, h, y) : 1;
     for (let x = 0; x < n; x++) {
       const hidden = PART.whole && S.hide && x === PART.first;
-      const code = PART.whole ? a.weights[(head * m + y) * n + x] : a.pool[(head * m + y) * n + x];
+      const code = cells[(head * m + y) * n + x];
       if (!code || hidden) continue;
       const w = WEIGHT[code] * by * (PART.whole ? factor(h, y, x) : 1), c = shade(Math.sqrt(w / most));
       image.data.set([c[0], c[1], c[2], 255], (y * n + x) * 4);
@@ -68,11 +69,11 @@ function drawMap() {
     g.textAlign = "left";
   }
   drawCross(g, q, k, v, X, Y, across, down);
-  const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p)] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell for its weight; double-click to zoom."];
+  const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p)] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
   put("map-read", ...found);
-  put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received. Bare paper is masked."
+  put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received."
     : exact ? "In colour: each query’s strongest keys, exactly; behind them the pooled picture."
-      : `Rows are queries, columns keys. A cell is ${per} × ${per}: what ${per} queries give to ${per} keys, on average.`);
+      : `A cell: what ${per} queries (rows) give to ${per} keys, on average.`);
   drawScale();
 }
 

@@ -3,7 +3,7 @@
 let PART = REPORT.parts[0];
 const S = {
   head: 0, hovered: null,             // heads, by their number in the part
-  statistic: "entropy", sorted: false, kind: null, only: null, least: 0,
+  statistic: null, sorted: false, kind: null, only: null, least: 0,
   direction: "out",                   // out: looks at, in: is looked at by, sum: received
   scope: "head", measure: "weight", hide: false,
   focus: null, other: null, kept: null, pinned: false,
@@ -85,13 +85,13 @@ const A_KIND = { induction: "an induction head", previous: "a previous-token hea
 const STATISTICS = {
   entropy: { name: "entropy", format: v => `${v.toFixed(2)} nats, as wide as ${plural(+Math.exp(v).toFixed(1), "equal token")}`, end: v => v.toFixed(1) + " nats",
     say: part => `How spread out a row is, in nats, on average: 0 is a single token, ${Math.log(part.j).toFixed(1)} would be all ${part.j} alike.` },
-  first: { name: "first token", format: percent, say: () => "Share of attention that rests on the very first token, on average over all later ones." },
-  previous: { name: "previous token", format: percent, say: () => "Share of attention on the token just before, on average." },
-  next: { name: "next token", format: percent, say: () => "Share of attention on the token just after, on average." },
+  first: { name: "first", format: percent, say: () => "Share of attention that rests on the very first token, on average over all later ones." },
+  previous: { name: "previous", format: percent, say: () => "Share of attention on the token just before, on average." },
+  next: { name: "next", format: percent, say: () => "Share of attention on the token just after, on average." },
   itself: { name: "itself", format: percent, say: () => "Share of attention on the own place, on average." },
   induction: { name: "induction", format: percent, say: () => "Where a phrase repeats: share of attention on the token that came next the last time." },
   distance: { name: "distance", format: v => `${v.toFixed(1)} tokens`, say: () => "How far away a head looks, in tokens, on average." },
-  strongest: { name: "strongest key", format: percent, say: () => "The largest weight of a row, on average: how decided a head is." },
+  strongest: { name: "strongest", format: percent, say: () => "The largest weight of a row, on average: how decided a head is." },
 };
 
 function openPart(part) {

@@ -9,12 +9,12 @@ function buildTexts() {
   LISTS = PART.cross ? [textList("query", PART.queries), textList("key", PART.keys)] : [textList("both", PART.keys)];
   for (const list of LISTS) {
     if (PART.cross) holder.append(el("p", "caption", list.side === "query" ? "The queries: who looks" : "The keys: what is looked at"));
-    holder.append(list.root);
+    holder.append(list.ruler ? el("div", "scroll", list.root, list.ruler.canvas) : list.root);
   }
 }
 
 function textList(side, data) {
-  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (data.text.length > LONG ? " long" : "")), patches: null };
+  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (data.text.length > LONG ? " long" : "")), patches: null, ruler: null };
   const patches = PART.patches && side !== "query" ? PART.patches : null;
   list.root.tabIndex = 0;
   list.root.setAttribute("role", "group");
@@ -44,6 +44,7 @@ function textList(side, data) {
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
   breakLine();
+  if (data.text.length > LONG) list.ruler = rulerOf(list);
   textEvents(list);
   return list;
 }
@@ -137,6 +138,7 @@ function drawTexts() {
       token.className = "t" + (seen ? " seen" : "") + (masked ? " off" : "") + (hidden ? " hid" : "") + (flags & 2048 ? " focus" : "")
         + (flags & 4096 && flags & 2048 ? " pin" : "") + (flags & 8192 ? " other" : "") + (flags & 16384 ? " found" : "");
     });
+    list.ruler?.paint(shown, most, focus, other);
     list.patches?.paint(shown, most, focus, other, focusShows);
   }
 }
@@ -148,8 +150,51 @@ const repaint = () => { for (const list of LISTS) list.state = []; };
 function reveal(place, side = "query") {
   const list = LISTS.find(one => one.side === "both" || one.side === side), token = list?.tokens[place];
   if (!token) return;
-  if (list.root.classList.contains("long")) {
+  if (!list.ruler) return token.scrollIntoView({ block: "nearest" });
+  const into = () => {
     const box = list.root.getBoundingClientRect(), at = token.getBoundingClientRect();
     if (at.top < box.top + 20 || at.bottom > box.bottom - 30) list.root.scrollTop += at.top - box.top - box.height / 2;
-  } else token.scrollIntoView({ block: "nearest" });
+  };
+  into();
+  requestAnimationFrame(into);                                     // paragraphs out of sight only guess their height before
+}
+
+/* Beside a long text: the whole of it as a strip, with what is lit and the part in sight. */
+function rulerOf(list) {
+  const strip = el("canvas", "ruler"), count = list.data.text.length;
+  let last = [null, 1, null, null];
+  const paint = (...shown) => {
+    last = shown;
+    const [found, most, focus, other] = shown, dpr = devicePixelRatio || 1, width = 14, height = strip.clientHeight || 1;
+    strip.width = width * dpr;
+    strip.height = Math.round(height * dpr);
+    const g = strip.getContext("2d"), at = n => n / count * height, box = list.root;
+    g.setTransform(dpr, 0, 0, dpr, 0, 0);
+    g.fillStyle = INK.hair;
+    g.fillRect(6.5, 0, 1, height);
+    const top = box.scrollTop / box.scrollHeight * height, tall = Math.max(box.clientHeight / box.scrollHeight * height, 8);
+    g.fillStyle = INK.ghost;
+    g.fillRect(5, top, 4, tall);
+    const strongest = new Map();                                   // of each line of pixels
+    if (found) found.forEach((x, n) => {
+      const y = Math.round(at(n)), part = Math.sqrt((x || 0) / most);
+      if (part >= .1 && part > (strongest.get(y) ?? 0)) strongest.set(y, part);
+    });
+    for (const [y, part] of [...strongest].sort((a, b) => a[1] - b[1])) {
+      g.fillStyle = rgb(shade(part));
+      g.fillRect(0, y - 1, width, 3);
+    }
+    for (const [n, colour] of [[other, INK.ink], [focus, INK.accent]]) if (n !== null) {
+      g.fillStyle = colour;
+      g.fillRect(0, at(n) - 1, width, 2.5);
+    }
+  };
+  const go = event => {
+    const box = strip.getBoundingClientRect();
+    list.root.scrollTop = clamp((event.clientY - box.top) / box.height, 0, 1) * list.root.scrollHeight - list.root.clientHeight / 2;
+  };
+  strip.onpointerdown = event => { strip.setPointerCapture(event.pointerId); go(event); };
+  strip.onpointermove = event => { if (event.buttons) go(event); };
+  list.root.addEventListener("scroll", () => requestAnimationFrame(() => paint(...last)), { passive: true });
+  return { canvas: strip, paint };
 }

@@ -45,7 +45,7 @@ function drawReading() {
   const h = current(), found = values(h), list = S.direction === "in" ? PART.queries : PART.keys, measure = S.direction === "sum" ? "weight" : S.measure;
   const place = n => S.direction === "in" ? placeOf(n) : n, least = .01 * scaleOf(h, measure);
   const top = found ? [...found.keys()].filter(n => found[n] >= least).sort((a, b) => found[b] - found[a]).slice(0, 4) : [];
-  const names = commas(top.map(n => [named(list, place(n)), " " + amount(found[n], measure)]));
+  const names = commas(top.map(n => [tokenLink(list, place(n)), " " + amount(found[n], measure)]));
   const focus = S.focus, { q, k } = chosen(), line = [];
   if (!PART.heads[h].layer.arrays) line.push("Reading this layer…");
   else if (S.direction === "sum") {
@@ -56,16 +56,23 @@ function drawReading() {
   else if (S.direction === "out") {
     line.push(named(PART.queries, placeOf(q)), " looks at ", ...(names.length ? names : ["nothing in particular"]));
     const masked = found && !PART.cross && found.some(Number.isNaN);
-    line.push(masked ? "; grey is masked." : ".");
+    line.push(masked ? PART.future ? "; grey is still ahead of it." : "; grey is masked." : ".");
     if (!PART.whole) line.push(` Its ${strongestKeys(PART, h, q).length} strongest keys, which are all that is shown, cover ${percent(covered(h, q))}.`);
     if (S.hide) line.push(` The hidden token takes ${percent(rawWeight(PART, h, q, PART.first) || 0)}; the rest is scaled up.`);
   } else {
     line.push(named(PART.keys, k), " is looked at by ", ...(names.length ? names : ["no one much"]));
-    line.push(found && !PART.cross && found.some(Number.isNaN) ? "; grey can’t see it." : ".");
+    line.push(found && !PART.cross && found.some(Number.isNaN) ? PART.future ? "; grey came before it." : "; grey can’t see it." : ".");
     if (!PART.whole) line.push(" Only those count that have it among their strongest keys.");
   }
   if (PART.gaps && S.direction !== "sum" && !PART.whole) line.push(" Some keys inside the range are masked too.");
   put("text-read", ...line);
+}
+/* In a long text what a token looks at may be far from it: its name leads there. */
+function tokenLink(list, n) {
+  if (list.text.length <= LONG) return named(list, n);
+  const link = el("button", "link", named(list, n));
+  link.onclick = () => reveal(n, list === PART.keys ? "key" : "query");
+  return link;
 }
 function covered(h, q) {
   const { layer, head } = PART.heads[h];
@@ -96,6 +103,7 @@ function drawSwitches() {
   $("scopes").hidden = S.direction !== "sum";
   $("scopes").style.display = S.direction === "sum" ? "" : "none";
   $("measures").style.display = S.direction === "sum" || !PART.kept.some(x => x in MEASURES) ? "none" : "";
+  $("more").classList.toggle("below", S.direction === "sum" || PART.kept.some(x => x in MEASURES));
   $("hide").setAttribute("aria-pressed", S.hide);
   for (const b of $("kinds").querySelectorAll("[data-kind]")) b.classList.toggle("on", b.dataset.kind === S.only);
   for (const b of $("zooms").children) b.disabled = b.dataset.v !== "in" && !VIEW;
