@@ -24,9 +24,7 @@ class Named:
     patches: int | None = None  # the key where the image's patches begin
 
 
-def named(
-    parts: Sequence[Part], tokens: Any, key_tokens: Any, item: int, grid: tuple[int, int] | None
-) -> list[Named]:
+def named(parts: Sequence[Part], tokens: Any, key_tokens: Any, item: int, grid: tuple[int, int] | None) -> list[Named]:
     """Give every part its tokens; refuse tokens that fit none."""
     given = None if tokens is None else texts(tokens, "tokens", item)
     others = None if key_tokens is None else texts(key_tokens, "key_tokens", item)
@@ -69,7 +67,7 @@ def _one(
         count = grid[0] * grid[1]
         extra = part.j - count
         shown = [Piece("class" if n == 0 else f"extra {n}") for n in range(extra)]
-        shown += [Piece(f"{n // grid[1]},{n % grid[1]}") for n in range(count)]
+        shown += [Piece(f"patch {n // grid[1]},{n % grid[1]}") for n in range(count)]
     if part.cross:
         return Named(part, "", _numbered(part.i) if queries is None else readable(queries), shown, spelled, patches)
     return Named(part, "", shown, shown, spelled, patches)
@@ -129,8 +127,5 @@ def _numbered(count: int) -> list[Piece]:
 
 
 def _sizes(parts: Sequence[Part]) -> str:
-    said = [
-        f"{part.i} queries and {part.j} keys" + (" of cross-attention" if part.cross else "")
-        for part in parts
-    ]
+    said = [f"{part.i} queries and {part.j} keys" + (" of cross-attention" if part.cross else "") for part in parts]
     return "the source has " + "; ".join(said)

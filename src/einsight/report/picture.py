@@ -22,14 +22,16 @@ class Picture(NamedTuple):
 
 def picture(image: Any, grid: tuple[int, int]) -> Picture:
     """An image (a path, a PIL image, or an array [rows, columns], [rows, columns, 3] or [3, rows, columns])."""
-    opened = _opened(image).convert("RGB")
-    opened.thumbnail((LONGEST, LONGEST))
+    drawn = opened(image).convert("RGB")
+    drawn.thumbnail((LONGEST, LONGEST))
     stored = io.BytesIO()
-    opened.save(stored, "PNG", optimize=True)
-    return Picture(base64.b64encode(stored.getvalue()).decode("ascii"), *opened.size, *grid)
+    drawn.save(stored, "PNG", optimize=True)
+    width, height = drawn.size
+    return Picture(base64.b64encode(stored.getvalue()).decode("ascii"), width, height, *grid)
 
 
-def _opened(image: Any) -> Any:
+def opened(image: Any) -> Any:
+    """An image, however it was given, as Pillow's."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(image, Image.Image):
@@ -42,7 +44,7 @@ def _opened(image: Any) -> Any:
     import numpy as np
 
     try:
-        array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
+        array: Any = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
         array = array.astype("float64") if array.dtype.kind in "fiub" else array
     except (TypeError, ValueError):
         array = np.empty(0, dtype=object)

@@ -58,12 +58,14 @@ def parts(
     if isinstance(source, Lens):
         return _of_lens(source, item, hidden_states)
     if isinstance(source, es.AttentionWeights):
-        layers, offset = [_narrowed(source, item)], None
+        layers = [_narrowed(source, item)]
     elif isinstance(source, Tensor):
-        layers, offset = [_of_dense(source, "source", item)], None
+        layers = [_of_dense(source, "source", item)]
     elif isinstance(source, Sequence) and not isinstance(source, str) and len(source):
-        steps = source if isinstance(source[0], Sequence) else None
-        layers = _of_steps(steps, item) if steps else [_of_dense(t, f"attentions[{n}]", item) for n, t in enumerate(source)]
+        if isinstance(source[0], Sequence):
+            layers = _of_steps(source, item)
+        else:
+            layers = [_of_dense(tensor, f"attentions[{n}]", item) for n, tensor in enumerate(source)]
     else:
         empty = ", and not an empty one" if isinstance(source, Sequence) and not isinstance(source, str) else ""
         raise TypeError(
@@ -87,7 +89,7 @@ def _of_lens(lens: Lens, item: int | None, hidden_states: Sequence[Tensor] | Non
         part = found.setdefault((call.cross, encoder, i, j), Part(i, j, call.cross, offset, encoder))
         part.layers.append(_of_call(call, weights, n, lens.model))
     if hidden_states is not None:
-        _streams(list(found.values()), hidden_states, item)
+        _streams(list(found.values()), hidden_states, len(lens), item)
     return list(found.values())
 
 
@@ -106,7 +108,8 @@ def _of_call(call: Call, weights: es.AttentionWeights, n: int, model: nn.Module)
     if call.value is not None:
         value = call.value[n]
         matrix = _output_matrix(call, model, weights.shape[1], value.shape[-1])
-    return Layer(call.index, call.name, *weights.shape[1:], lambda: weights.select(batch=[n]), value, matrix)
+    _, h, i, j = weights.shape
+    return Layer(call.index, call.name, h, i, j, lambda: weights.select(batch=[n]), value, matrix)
 
 
 def _output_matrix(call: Call, model: nn.Module, h: int, e: int) -> Float[Tensor, "h m e"] | None:
@@ -129,26 +132,29 @@ def _output_matrix(call: Call, model: nn.Module, h: int, e: int) -> Float[Tensor
     return None
 
 
-def _streams(parts: list[Part], hidden_states: Sequence[Tensor], item: int | None) -> None:
+def _streams(parts: list[Part], hidden_states: Sequence[Tensor], count: int, item: int | None) -> None:
     """The residual stream that each layer of a decoder joins: what came into it."""
     fits = [part for part in parts if not part.cross and not part.encoder]
-    shape = list(hidden_states[0].shape) if len(hidden_states) and isinstance(hidden_states[0], Tensor) else None
+    shapes = {tuple(states.shape) if isinstance(states, Tensor) else None for states in hidden_states}
+    shape = shapes.pop() if len(shapes) == 1 else None
     fits = [part for part in fits if shape is not None and len(shape) == 3 and shape[1] == part.i]
-    if not fits:
+    if not fits or len(hidden_states) not in (count, count + 1):
         raise ValueError(
-            "hidden_states must be a tensor [b, i, m] per layer, as output_hidden_states=True gives them; "
-            f"the first is {shape}, and the layers have {', '.join(f'i={part.i}' for part in parts)}"
+            "hidden_states must be a tensor [b, i, m] for each layer and one after the last, as "
+            f"output_hidden_states=True gives them; there are {len(hidden_states)}, of shape "
+            f"{None if shape is None else list(shape)}, and {count} self-attention layers with "
+            f"{', '.join(f'i={part.i}' for part in parts if not part.cross)}"
         )
     for part in fits:
         for layer in part.layers:
-            if layer.number < len(hidden_states):
-                states = hidden_states[layer.number]
-                layer.stream = states[_item(len(states), item)].detach()
+            states = hidden_states[layer.number]
+            layer.stream = states[_item(len(states), item)].detach()
 
 
 def _narrowed(weights: es.AttentionWeights, item: int | None) -> Layer:
     n = _item(weights.shape[0], item)
-    return Layer(0, "", *weights.shape[1:], lambda: weights.select(batch=[n]))
+    _, h, i, j = weights.shape
+    return Layer(0, "", h, i, j, lambda: weights.select(batch=[n]))
 
 
 def _of_dense(tensor: Any, name: str, item: int | None) -> Layer:

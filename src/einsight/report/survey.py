@@ -13,7 +13,7 @@ import einsight as es
 from einsight.report.readouts import At, Coded, Peak, PoolWithout, Seen, Shares, Total, coded, inverse
 
 WHOLE = 512  # up to so many queries and keys every weight is kept
-STRONGEST = 10_000_000  # above, so many weights of all heads and queries together
+STRONGEST = 9_000_000  # above, so many weights of all heads and queries together
 CELLS = 128  # and a picture of so many cells along a side
 
 
@@ -53,13 +53,6 @@ def strongest(heads: int, i: int) -> int:
     return min(32, max(4, STRONGEST // max(heads * i, 1)))
 
 
-def first_key(weights: es.AttentionWeights) -> int:
-    """The first key that any query sees."""
-    seen = weights.select(heads=[0]).read(Seen())[0, 0]
-    seen = seen[seen[:, 2] > 0]
-    return int(seen[:, 0].min()) if len(seen) else 0
-
-
 def repeats(tokens: list[str]) -> Int[Tensor, " i"] | None:
     """For each token the place after the last earlier copy of it and the token before it; None without copies.
 
@@ -97,11 +90,13 @@ def survey(weights: es.AttentionWeights, asked: Question) -> Survey:
         readouts["pool_without_first"] = PoolWithout(asked.block, asked.first)
     found = weights.read(readouts)
     found = {name: _item(result) for name, result in found.items()}
+    if not bool(torch.isfinite(found["total"]).all()):
+        raise ValueError("the weights hold NaN: so do the queries or keys that they are made of")
     seen = found.pop("seen")
     lo, hi = _hull(seen)
     statistics, without = _statistics(found, seen[..., 2].amax(0), asked)
     arrays = {"lo": lo.int(), "hi": hi.int()}
-    arrays["received"], arrays["received_without_first"] = (_fine(share) for share in found["shares"])
+    arrays["received"], arrays["received_without_first"] = found["shares"]
     if asked.whole:
         arrays["weights"] = found["weights"]
     else:
@@ -160,19 +155,17 @@ def _summary(found: dict[str, Any], lo: Tensor, hi: Tensor, asked: Question) -> 
     low = torch.nn.functional.pad(lo, short, value=1 << 40).unflatten(0, (m, size))
     high = torch.nn.functional.pad(hi, short).unflatten(0, (m, size))
     seen = ((low[..., None] < start + size) & (high[..., None] > start) & (low < high)[..., None]).any(1)
+    # What rounds to 0 is no strong key, and costs as much as one.
+    codes = torch.where(keys < 0, 0, coded(weights))
+    codes = torch.where(codes > 1, codes, 0).transpose(1, 2)
     return {
         # One rank after the other, and as a distance: neighbours are alike, which is what deflate lives on.
-        "keys": torch.where(keys < 0, 0, (place - keys) % asked.j).transpose(1, 2).int(),
-        "top": torch.where(keys < 0, 0, coded(weights)).transpose(1, 2).to(torch.uint8),
+        "keys": torch.where(codes > 0, ((place - keys) % asked.j).transpose(1, 2), 0).int(),
+        "top": codes.to(torch.uint8),
         "covered": (weights.sum(-1) * 255).round().clamp(max=255).to(torch.uint8),
         "pool": coded(found["pool"]) * seen,
         "pool_without_first": coded(found["pool_without_first"]) * seen,
     }
-
-
-def _fine(share: Float[Tensor, ...]) -> Int[Tensor, ...]:
-    """A share between 0 and 1 in two bytes, √ of it."""
-    return (share.clamp(0, 1).sqrt() * 65535).round().int()
 
 
 def lengths(
@@ -201,4 +194,3 @@ def lengths(
     if stream is not None:
         arrays["stream"] = stream.float().norm(dim=-1)
     return arrays
-

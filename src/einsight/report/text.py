@@ -35,9 +35,7 @@ def texts(tokens: Any, what: str = "tokens", item: int = 0) -> list[str]:
         )
     wrong = next((token for token in tokens if not isinstance(token, str)), None)
     if wrong is not None:
-        raise TypeError(
-            f"{what} must hold strings, but holds {wrong!r}: write tokenizer.convert_ids_to_tokens(ids)"
-        )
+        raise TypeError(f"{what} must hold strings, but holds {wrong!r}: write tokenizer.convert_ids_to_tokens(ids)")
     return list(tokens)
 
 

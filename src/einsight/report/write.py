@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import einsight as es
 from einsight.lens import Lens
 from einsight.report.naming import Named, chosen_grid, named, titles
 from einsight.report.pack import packed
@@ -74,10 +73,11 @@ def html(
 
     Example:
         >>> import einsight as es, tempfile, torch
+        >>> from einsight import report
         >>> q, k = torch.randn(2, 1, 2, 5, 4)
         >>> W = es.AttentionWeights(q, k, es.causal())
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     es.report.html(W, f"{folder}/report.html", tokens="to be or not to".split()).name
+        ...     report.html(W, f"{folder}/report.html", tokens="to be or not to".split()).name
         'report.html'
     """
     path = checked(path)
@@ -179,14 +179,16 @@ def _part(one: Named, step: Any, grid: tuple[int, int] | None) -> tuple[dict[str
             weights = layer.weights()
             seen = survey(weights, asked)
             if layer.value is not None:
-                seen.arrays |= {n: t.cpu() for n, t in lengths(weights, layer.value, layer.matrix, layer.stream).items()}
+                seen.arrays |= {
+                    n: t.cpu() for n, t in lengths(weights, layer.value, layer.matrix, layer.stream).items()
+                }
             # Deflating lets other threads run, so that it costs next to nothing beside the next layer's readouts.
             found.append((layer, replace(seen, arrays={}), pool.submit(packed, seen.arrays)))
             step()
         done = [(layer, seen, job.result()) for layer, seen, job in found]
     kept = {"value", "write", "stream"}
     for _, _, store in done:
-        kept &= store.index.keys()
+        kept &= store.places.keys()
     statistics, without = (
         {name: [[round(value, 6) for value in found[name]] for found in table] for name in asked.statistics}
         for table in ([seen.statistics for _, seen, _ in done], [seen.without_first for _, seen, _ in done])
@@ -204,19 +206,23 @@ def _part(one: Named, step: Any, grid: tuple[int, int] | None) -> tuple[dict[str
         "queries": _spelled(one.queries) if part.cross else None,
         "keys": _spelled(one.keys),
         "named": one.spelled,
-        "patches": None if one.patches is None else {"start": one.patches, "rows": grid[0], "columns": grid[1]},
+        "patches": None if one.patches is None or grid is None else _patches(one.patches, grid),
         "targets": None if asked.targets is None else asked.targets.tolist(),
         "kept": sorted(kept),
         "gaps": any(seen.gaps for _, seen, _ in done),
         "statistics": statistics,
         "without_first": without,
-        "layers": [_layer(layer, store.index) for layer, _, store in done],
+        "layers": [_layer(layer, store.places) for layer, _, store in done],
     }
     return header, [store.data for _, _, store in done]
 
 
 def _layer(layer: Layer, index: dict[str, Any]) -> dict[str, Any]:
     return {"number": layer.number, "name": layer.name, "heads": layer.heads, "index": index}
+
+
+def _patches(start: int, grid: tuple[int, int]) -> dict[str, int]:
+    return {"start": start, "rows": grid[0], "columns": grid[1]}
 
 
 def _spelled(pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -35,16 +35,15 @@ function unpacked(part, layer, buffer) {
   for (const [name, entry] of Object.entries(layer.index)) {
     if (name === "size" || name.endsWith("_range")) continue;
     const [at, count, width] = entry, array = new types[width](buffer, at, count), range = layer.index[name + "_range"];
-    if (range) arrays[name] = lengths(array, range);
-    else arrays[name] = name.startsWith("received") ? Float32Array.from(array, code => (code / 65535) ** 2) : array;
+    arrays[name] = range ? fromLogarithms(array, range) : array;
   }
   if (part.whole) arrays.weights = spread(part, layer, arrays);
   return arrays;
 }
 
-/* Lengths are kept as logarithms. */
-function lengths(codes, [low, high]) {
-  return Float32Array.from(codes, code => code ? Math.exp(low + (code - 1) / 65534 * (high - low)) : 0);
+/* Lengths and what is received: what counts is their ratio. */
+function fromLogarithms(codes, [low, high]) {
+  return Float32Array.from(codes, code => code ? Math.exp(low + (code - 1) / 4094 * (high - low)) : 0);
 }
 
 /* Stored are the keys between each query's first and last, key after key; in memory [head][query][key] is quicker. */

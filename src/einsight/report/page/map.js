@@ -38,7 +38,7 @@ function view() {
 function drawMap() {
   const room = $("map").parentElement.clientWidth, dpr = devicePixelRatio || 1, v = view(), { i, j } = PART;
   // Whole pixels per cell where there is room for them, else as it fits; long sides may be squeezed.
-  const fit = count => { const raw = room / count; return Math.min(raw * dpr >= 1 ? Math.floor(raw * dpr) / dpr : raw, 30); };
+  const fit = count => { const raw = room / count, even = Math.floor(raw * dpr) / dpr; return Math.min(even > raw * .9 ? even : raw, 30); };
   const square = Math.min(fit(j), fit(i)), all = i === j ? { w: square, h: square } : { w: fit(j), h: clamp(fit(i), 0, Math.max(10, fit(j) * 3)) };
   const across = all.w * j, down = Math.min(all.h * i, room);
   CELL = { w: across / v.w, h: down / v.h };
@@ -59,7 +59,7 @@ function drawMap() {
   g.restore();
 
   const p = pair(), c = chosen(), q = p ? p[0] : S.direction === "out" ? c.q : null, k = p ? p[1] : S.direction !== "out" ? c.k : null;
-  drawBars(g, h, k, v, X, across);
+  const tallest = drawBars(g, h, k, v, X);
   g.font = "11px " + INK.sans;
   g.fillStyle = INK.mute;
   g.textBaseline = "middle";
@@ -71,9 +71,8 @@ function drawMap() {
   drawCross(g, q, k, v, X, Y, across, down);
   const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p)] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
   put("map-read", ...found);
-  put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received."
-    : exact ? "In colour: each query’s strongest keys, exactly; behind them the pooled picture."
-      : `A cell: what ${per} queries (rows) give to ${per} keys, on average.`);
+  put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received" : exact ? "Each query’s strongest keys, over the pooled picture; bars: share received"
+    : `A cell: what ${per} queries give to ${per} keys, on average. Bars: received`, `, ${percent(tallest)} at most.`);
   drawScale();
 }
 
@@ -100,28 +99,22 @@ function drawStrongest(g, h, v, X, Y) {
   }
 }
 
-function drawBars(g, h, chosenKey, v, X, across) {
+function drawBars(g, h, chosenKey, v, X) {
   const shares = receivedOf(PART, h, S.hide);
-  if (!shares) return;
-  let top = .01, where = 0;
+  if (!shares) return 0;
+  let top = 0;
   const from = Math.max(0, Math.floor(v.x)), to = Math.min(PART.j, Math.ceil(v.x + v.w)), bins = new Map();
   for (let k = from; k < to; k++) {                               // narrower than a pixel: the largest of each pixel
     const at = Math.round(X(k) * 2);
     if (!bins.has(at) || shares[k] > shares[bins.get(at)]) bins.set(at, k);
-    if (shares[k] > top) { top = shares[k]; where = k; }
+    top = Math.max(top, shares[k]);
   }
   for (const k of bins.values()) {
-    const tall = Math.max(shares[k] > .0005 ? 1 : 0, Math.sqrt(shares[k] / top) * 34);
+    const tall = Math.max(shares[k] > .0005 ? 1 : 0, Math.sqrt(shares[k] / (top || 1)) * 34);
     g.fillStyle = k === chosenKey ? INK.accent : INK.mute;
     g.fillRect(Math.max(X(k), 0), BARS - 4 - tall, Math.max(CELL.w - 1, .7), tall);
   }
-  g.font = "11px " + INK.sans;
-  g.fillStyle = INK.mute;
-  g.textBaseline = "middle";
-  const right = where > v.x + v.w * .6;
-  g.textAlign = right ? "right" : "left";
-  g.fillText(`tallest bar ${percent(top)}`, clamp(X(where) + (right ? -8 : Math.max(CELL.w, 2) + 8), right ? 80 : 0, across), BARS - 34);
-  g.textAlign = "left";
+  return top;
 }
 
 function drawCross(g, q, k, v, X, Y, across, down) {

@@ -38,13 +38,17 @@ function patchBoard(list, { start, rows, columns }) {
     board.height = Math.round(height * dpr);
     const g = board.getContext("2d"), w = board.width / columns, h = board.height / rows;
     const image = PICTURE && (shown ? PICTURE.grey : PICTURE.colour);
-    if (image) g.drawImage(image, 0, 0, board.width, board.height);
+    if (image) {
+      g.globalAlpha = shown ? .55 : 1;                             // pale, so that the colours on it can be told
+      g.drawImage(image, 0, 0, board.width, board.height);
+      g.globalAlpha = 1;
+    }
     const corner = n => [Math.round((n % columns) * w), Math.round(Math.floor(n / columns) * h)];
     for (let n = 0; n < rows * columns; n++) {
       const x = shown ? shown[start + n] : 0, part = Math.sqrt((x || 0) / most), [left, top] = corner(n);
       if (!shown && image) continue;
       if (Number.isNaN(x)) { g.globalAlpha = .85; g.fillStyle = INK.paper; }
-      else { g.globalAlpha = image ? .45 + .5 * Math.min(1, part) : 1; g.fillStyle = rgb(shade(part)); }
+      else { g.globalAlpha = image ? .12 + .8 * Math.min(1, part) : 1; g.fillStyle = rgb(shade(part)); }
       g.fillRect(left, top, Math.round(left + w) - left + (image ? 1 : 0), Math.round(top + h) - top + (image ? 1 : 0));
       g.globalAlpha = 1;
     }

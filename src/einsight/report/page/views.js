@@ -119,6 +119,7 @@ function buildPart() {
   tabs("scopes", PART.layers.length > 1 ? SCOPES : { head: SCOPES.head, all: "by all heads" }, scope => set({ scope }));
   tabs("measures", Object.fromEntries(Object.entries(MEASURES).filter(([name]) => name === "weight" || PART.kept.includes(name))), measure => set({ measure }));
   $("hide").lastChild.textContent = `hide ${PART.patches ? "first key" : "first token"}`;
+  $("hide").style.display = PART.patches?.start === 0 ? "none" : "";
   for (const id of ["s-all", "s-each"]) $(id).hidden = PART.heads.length < 2;
   $("help-digits").textContent = `1 – ${Object.keys(PART.score).length}`;
   put("about", about());
