@@ -16,7 +16,7 @@ from einsight.coordinates import as_int
 from einsight.lens import Call, Lens
 
 # What models call the linear layer that heads write through.
-_OUTPUTS = ("o_proj", "out_proj", "out", "c_proj", "dense", "wo", "o", "proj", "to_out.0", "output.dense")
+_OUTPUTS = ("o_proj", "out_proj", "out", "c_proj", "dense", "wo", "o", "proj", "to_out.0", "output", "output.dense")
 
 
 @dataclass

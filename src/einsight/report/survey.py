@@ -134,8 +134,11 @@ def _statistics(
     without["entropy"] = ((entropy + lost) * left - rest * left.clamp(min=1).log()).clamp(min=0)
     without["first"] = torch.zeros_like(first)
     without["strongest"] = found["peak"][1] * left
+    place = torch.arange(asked.i, device=first.device) + asked.offset
+    for name, shift in (("previous", -1), ("itself", 0), ("next", 1)):
+        if name in plain:
+            without[name] = without[name] * (place + shift != asked.first)
     if "distance" in plain:
-        place = torch.arange(asked.i, device=first.device) + asked.offset
         without["distance"] = ((plain["distance"] - first * (place - asked.first).abs()) * left).clamp(min=0)
 
     def mean(values: Float[Tensor, "h i"], chosen: Tensor) -> list[float]:

@@ -83,8 +83,8 @@ def html(
     path = checked(path)
     page = _template()
     made = gathered(source, tokens, key_tokens, image, grid, hidden_states, item)
-    if prompt is not None and (isinstance(prompt, bool) or not isinstance(prompt, int) or prompt < 1):
-        raise ValueError(f"prompt must be how many tokens the prompt has, 1 or more, not {prompt!r}")
+    if prompt is not None:
+        _check_prompt(prompt, made)
     fitting = None if image is None and grid is None else chosen_grid(grid, image, [one.part for one in made])
     drawn = None if fitting is None or image is None else picture(image, fitting)._asdict()
     blocks: list[list[str]] = []
@@ -92,7 +92,7 @@ def html(
     with progress(sum(len(one.part.layers) for one in made)) as step, torch.inference_mode():
         for one in made:
             header, data = _part(one, step, fitting)
-            about.append(header | {"prompt": prompt if prompt is not None and not one.part.cross else None})
+            about.append(header | {"prompt": None if one.part.encoder else prompt})
             blocks.append(data)
     title = _title(source)
     header = {"model": title, "parts": about, "picture": drawn}
@@ -104,6 +104,12 @@ def html(
     finally:
         scratch.unlink(missing_ok=True)
     return path
+
+
+def _check_prompt(prompt: Any, made: Sequence[Named]) -> None:
+    longest = max(len(one.queries) for one in made)
+    if isinstance(prompt, bool) or not isinstance(prompt, int) or not 1 <= prompt <= longest:
+        raise ValueError(f"prompt must be how many of the {longest} tokens the prompt has, not {prompt!r}")
 
 
 def checked(path: str | os.PathLike[str]) -> Path:

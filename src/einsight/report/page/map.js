@@ -56,6 +56,7 @@ function drawMap() {
   g.drawImage(image, X(0), Y(0), image.width * per * CELL.w, image.height * per * CELL.h);
   g.globalAlpha = 1;
   if (exact && ready) drawStrongest(g, h, v, X, Y);
+  if (PART.prompt) drawBoundary(g, X, Y, across, down);
   g.restore();
 
   const p = pair(), c = chosen(), q = p ? p[0] : S.direction === "out" ? c.q : null, k = p ? p[1] : S.direction !== "out" ? c.k : null;
@@ -85,6 +86,20 @@ function said(h, q, k) {
     return `at most ${percent(least)}`;
   }
   return amount(w * factor(h, q, k));
+}
+
+/* Where the prompt ends and what was generated begins. */
+function drawBoundary(g, X, Y, across, down) {
+  g.strokeStyle = INK.mute;
+  g.lineWidth = 1;
+  g.setLineDash([3, 3]);
+  g.beginPath();
+  const x = Math.round(X(PART.prompt)) + .5, y = Math.round(Y(PART.cross ? PART.prompt : PART.prompt - PART.offset)) + .5;
+  if (!PART.cross) { g.moveTo(x, BARS); g.lineTo(x, BARS + down); }
+  g.moveTo(0, y);
+  g.lineTo(across, y);
+  g.stroke();
+  g.setLineDash([]);
 }
 
 function drawStrongest(g, h, v, X, Y) {

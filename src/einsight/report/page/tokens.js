@@ -36,10 +36,10 @@ function textList(side, data) {
     }
     const token = tokenSpan(data, n, line.childNodes.length > 0);
     list.tokens[n] = token;
-    if (/^ /.test(text) && line.childNodes.length) line.append(" ");
+    const goesOn = data.cut[n]?.[0] > 0;                           // a character's other tokens: nothing between them
+    if (/^ /.test(text) && line.childNodes.length && !goesOn) line.append(" ");
     line.append(token);
-    if (PART.named ? false : true) line.append(" ");
-    if (/ $/.test(text)) line.append(" ");
+    if (!PART.named || (/ $/.test(text) && !goesOn)) line.append(" ");
     const next = data.text[n + 1] ?? "";
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
