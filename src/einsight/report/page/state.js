@@ -15,7 +15,7 @@ function set(change) {
   Object.assign(S, change);
   if (queued) return;
   queued = true;
-  requestAnimationFrame(() => { queued = false; draw(); });
+  requestAnimationFrame(() => { queued = false; if (PART.built) draw(); });
 }
 
 const current = () => S.hovered ?? S.head;                        // hovering a head previews it everywhere
@@ -96,6 +96,7 @@ const STATISTICS = {
 
 function openPart(part) {
   PART = part;
+  part.built = false;
   const flat = table => Object.fromEntries(Object.entries(table).map(([name, rows]) => [name, Float32Array.from(rows.flat())]));
   part.score ??= flat(part.statistics);
   part.score_without ??= flat(part.without_first);

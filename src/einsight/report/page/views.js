@@ -128,6 +128,7 @@ function buildPart() {
   buildKinds();
   buildTexts();
   VIEW = null;
+  PART.built = true;
 }
 
 function about() {
