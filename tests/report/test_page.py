@@ -169,7 +169,9 @@ def test_weights_times_values(visit, text, lens):
         assert ((shown(page).nan_to_num() - dense * length).abs() <= bound)[:12].all()
     assert "percent of the residual stream" in said(page, "text-note")
     out = dense[:12] @ value[:12] @ matrix.mT
-    assert page.evaluate(f"PART.layers[{layer}].arrays.out[{head} * {N} + 11]") == pytest.approx(float(out.norm()), rel=4e-3)
+    assert page.evaluate(f"PART.layers[{layer}].arrays.out[{head} * {N} + 11]") == pytest.approx(
+        float(out.norm()), rel=4e-3
+    )
 
 
 def test_pinning_and_pairs(visit, text):
@@ -229,8 +231,10 @@ def test_finding_words_and_heads(visit, text):
     assert page.evaluate("S.found") == [0, 1, 7, 8, 17, 18]
     press(page, "Enter")
     first = state(page, "focus")
-    press(page, "Enter", "Enter")
-    assert (first in (1, 8, 18), state(page, "focus")) == (True, first)
+    press(page, "Enter")
+    second = state(page, "focus")
+    press(page, "Enter")
+    assert {first, second, state(page, "focus")} == {1, 8, 18}
     press(page, "Escape")
     assert page.evaluate("S.found") == []
     for asked, head in [("L2H1", 7), ("3.2", 11), ("0 0", 0)]:
@@ -371,7 +375,9 @@ def test_generated_text(visit, text):
     page = visit(text)
     rule = page.locator(".generated")
     assert rule.inner_text() == "generated from here on"
-    above = page.evaluate("document.querySelector('.generated').previousElementSibling.querySelector('.t:last-of-type').dataset.i")
+    above = page.evaluate(
+        "document.querySelector('.generated').previousElementSibling.querySelector('.t:last-of-type').dataset.i"
+    )
     assert above == "11"
 
 

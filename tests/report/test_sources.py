@@ -152,7 +152,10 @@ def test_the_output_matrix_is_found(tmp_path, kind):
 class Twice(nn.Module):
     def __init__(self, layer):
         super().__init__()
-        self.first, self.second = type(layer)(12, 6, **({"batch_first": True} if layer.__module__[0] == "t" else {})), layer
+        self.first, self.second = (
+            type(layer)(12, 6, **({"batch_first": True} if layer.__module__[0] == "t" else {})),
+            layer,
+        )
 
     def forward(self, x):
         for layer in (self.first, self.second):
@@ -208,7 +211,9 @@ def test_tokens_that_do_not_match(tmp_path, write):
     dense, wide = torch.eye(5)[None], torch.full((5, 7), 1 / 7)
     with pytest.raises(ValueError, match="tokens are 9, but the source has 5 queries and 5 keys"):
         write(dense, tmp_path / "page", tokens=[*"123456789"])
-    with pytest.raises(ValueError, match="key_tokens are 6, but the source has 5 queries and 7 keys of cross-attention"):
+    with pytest.raises(
+        ValueError, match="key_tokens are 6, but the source has 5 queries and 7 keys of cross-attention"
+    ):
         write(wide, tmp_path / "page", tokens=[*"12345"], key_tokens=[*"123456"])
     with pytest.raises(TypeError, match="tokens must be a list of strings"):
         write(dense, tmp_path / "page", tokens="12345")

@@ -14,7 +14,9 @@ def problem(mask, i=23, j=23, h=3, g=1, seed=0):
     draw = torch.Generator().manual_seed(seed)
     q, k = torch.randn(1, h, i, 5, generator=draw) * 2, torch.randn(1, g, j, 5, generator=draw)
     offset = None if i == j else j - i
-    return es.AttentionWeights(q, k, mask, offset=offset), es.AttentionWeights(q.double(), k.double(), mask, offset=offset)
+    return es.AttentionWeights(q, k, mask, offset=offset), es.AttentionWeights(
+        q.double(), k.double(), mask, offset=offset
+    )
 
 
 MASKS = {

@@ -119,7 +119,7 @@ def _colours() -> Any:
 
 def _draw_heads(axes: Any, one: Named, rows: list[list[float]], name: str, layer: Layer, number: int) -> None:
     most = max(map(len, rows))
-    table = torch.tensor([[*row, *[torch.nan] * (most - len(row))] for row in rows]).T
+    table = torch.tensor([[*row, *[torch.nan] * (most - len(row))] for row in rows]).T.numpy()
     shown = axes.imshow(table, cmap=_colours(), vmin=0, aspect="auto" if len(rows) > 2 * most else "equal")
     axes.set_title("All heads", loc="left", color=INK, fontsize=11, fontweight="bold")
     step = max(1, -(-len(rows) // 12))
@@ -138,7 +138,7 @@ def _draw_heads(axes: Any, one: Named, rows: list[list[float]], name: str, layer
 def _draw_map(axes: Any, cells: Tensor, one: Named, asked: Question) -> None:
     # The square root of the weight, as on the page: 1 % can be seen beside 100 %. What is masked is left out.
     root = ((cells.float() - 1).clamp(min=0) / STEPS) ** (1 / POWER / 2)
-    shown = root.masked_fill(cells == 0, torch.nan)
+    shown = root.masked_fill(cells == 0, torch.nan).numpy()
     axes.imshow(shown, cmap=_colours(), vmin=0, vmax=1, interpolation="nearest", aspect="auto")
     if asked.whole and max(asked.i, asked.j) <= 40:
         first = 0 if one.part.cross else one.part.offset
@@ -160,7 +160,7 @@ def _draw_patches(axes: Any, received: Tensor, start: int, grid: tuple[int, int]
     if image is not None:
         axes.imshow(opened(image).convert("L"), cmap="gray", extent=box, alpha=0.55)
     part = share.sqrt() / max(float(share.max()) ** 0.5, 1e-9)
-    axes.imshow(share.sqrt(), cmap=_colours(), vmin=0, alpha=(0.1 + 0.8 * part).numpy(), extent=box)
+    axes.imshow(share.sqrt().numpy(), cmap=_colours(), vmin=0, alpha=(0.1 + 0.8 * part).numpy(), extent=box)
     axes.set_xlabel(f"what each patch receives on average, {float(share.max()):.1%} at most", color=MUTE, fontsize=9)
     axes.set_xticks([])
     axes.set_yticks([])
