@@ -10,9 +10,18 @@ import einsight as es
 from einsight import report
 from einsight.lens import Lens
 
-TEXT = "The owl saw the mouse .\n And the owl saw the moon , and the mouse saw the owl .".split(" ")
+# fmt: off
+TEXT = ["The", "owl", "saw", "the", "mouse", ".\n", "And", "the", "owl", "saw", "the", "moon", ",", "and", "the", "mouse",
+        "saw", "the", "owl", "."]
+# fmt: on
 N = len(TEXT)
-HOSTILE = ["</script><script>hacked=1</script>", " <img src=x onerror=hacked=2>", " &lt;b&gt;", " {{7*7}}", "\u202e‮"]
+HOSTILE = [
+    "</script><script>hacked=1</script>",
+    " <img src=x onerror=hacked=2>",
+    " &lt;b&gt;",
+    " {{7*7}}",
+    "\u202e\u202e",
+]
 
 
 def spaced(words):
@@ -272,8 +281,8 @@ def test_sorting_and_filtering(visit, text):
     settled(page)
     scores = torch.tensor(page.evaluate("Array.from(scores())"))
     order = scores.argsort(descending=True, stable=True).tolist()
-    assert page.evaluate("$('all').geometry.at[%d]" % order[0]) == [0, 0]
-    assert page.evaluate("$('all').geometry.at[%d]" % order[4]) == [1, 1]
+    assert page.evaluate(f"$('all').geometry.at[{order[0]}]") == [0, 0]
+    assert page.evaluate(f"$('all').geometry.at[{order[4]}]") == [1, 1]
     page.locator("#least").focus()
     press(page, *["ArrowRight"] * 50)
     least = 0.5 * float(scores.max())

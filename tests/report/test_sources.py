@@ -1,5 +1,6 @@
 """Everything a report can be made of says the same; and what it can't be made of is refused in a line."""
 
+import copy
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from einsight import report
 from einsight.lens import Lens
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
-TOKENS = "a b c b d e f g d a d".split()
+TOKENS = [*"abcbdefgdad"]
 LLAMA = hf.LlamaConfig(
     vocab_size=17,
     hidden_size=12,
