@@ -10,10 +10,11 @@ import einsight as es
 from einsight import report
 from einsight.lens import Lens
 
-# fmt: off
-TEXT = ["The", "owl", "saw", "the", "mouse", ".\n", "And", "the", "owl", "saw", "the", "moon", ",", "and", "the", "mouse",
-        "saw", "the", "owl", "."]
-# fmt: on
+TEXT = [
+    *["The", "owl", "saw", "the", "mouse"],
+    ".\n",
+    *["And", "the", "owl", "saw", "the", "moon", ",", "and", "the", "mouse", "saw", "the", "owl", "."],
+]
 N = len(TEXT)
 HOSTILE = [
     "</script><script>hacked=1</script>",

@@ -153,10 +153,7 @@ def test_the_output_matrix_is_found(tmp_path, kind):
 class Twice(nn.Module):
     def __init__(self, layer):
         super().__init__()
-        self.first, self.second = (
-            type(layer)(12, 6, **({"batch_first": True} if layer.__module__[0] == "t" else {})),
-            layer,
-        )
+        self.first, self.second = copy.deepcopy(layer), layer
 
     def forward(self, x):
         for layer in (self.first, self.second):
