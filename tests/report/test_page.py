@@ -119,7 +119,7 @@ def test_pointing_at_a_token_shows_its_weights(visit, text, lens, layer):
             assert torch.equal(found.isnan(), torch.arange(N) > n)
             assert ((found.nan_to_num() - want).abs() <= step(want) + 2e-6).all()
             for k in range(N):
-                label = token(page, k).get_attribute("data-w")
+                label = token(page, k).get_attribute("data-w") or ""
                 assert label == ("" if k > n or found[k] < 0.0099 else str(round(float(found[k]) * 100 + 1e-9)))
                 assert ("off" in token(page, k).get_attribute("class").split()) == (k > n)
 
@@ -465,7 +465,7 @@ def test_long_input(visit, tmp_path):
     assert f"cover {round(float(top.values.sum()) * 100)}%" in said(page, "text-read")
     page.evaluate("zoom(64)")
     settled(page)
-    assert "Each query’s strongest keys" in said(page, "map-note")
+    assert "Each query’s strongest keys, exactly" in said(page, "map-note")
     assert head in (0, 1)
 
 

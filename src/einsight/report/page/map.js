@@ -51,11 +51,9 @@ function drawMap() {
   g.clip();
   g.imageSmoothingEnabled = CELL.w * per * dpr < .75;
   g.imageSmoothingQuality = "high";
-  const exact = !PART.whole && CELL.w >= 1.2;
-  g.globalAlpha = exact ? .45 : 1;
-  g.drawImage(image, X(0), Y(0), image.width * per * CELL.w, image.height * per * CELL.h);
-  g.globalAlpha = 1;
-  if (exact && ready) drawStrongest(g, h, v, X, Y);
+  const exact = !PART.whole && ready && CELL.w >= 1.2;
+  if (exact) drawStrongest(g, h, v, X, Y);
+  else g.drawImage(image, X(0), Y(0), image.width * per * CELL.w, image.height * per * CELL.h);
   if (PART.prompt) drawBoundary(g, X, Y, across, down);
   g.restore();
 
@@ -72,8 +70,8 @@ function drawMap() {
   drawCross(g, q, k, v, X, Y, across, down);
   const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p)] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
   put("map-read", ...found);
-  put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received" : exact ? "Each query’s strongest keys, over the pooled picture; bars: share received"
-    : `A cell: what ${per} queries give to ${per} keys, on average. Bars: received`, `, ${percent(tallest)} at most.`);
+  put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received" : exact ? "Each query’s strongest keys, exactly; bars: share received"
+    : `Cells: what ${per} queries give to ${per} keys; bars: share received`, `, ${percent(tallest)} at most.`);
   drawScale();
 }
 
@@ -102,10 +100,13 @@ function drawBoundary(g, X, Y, across, down) {
   g.setLineDash([]);
 }
 
+/* A part of a long head: its strongest keys, and the colour of 0 for others, which weigh less. */
 function drawStrongest(g, h, v, X, Y) {
-  const most = scaleOf(h), to = Math.min(PART.i, Math.ceil(v.y + v.h));
+  const most = scaleOf(h), to = Math.min(PART.i, Math.ceil(v.y + v.h)), { lo, hi } = PART.heads[h].layer.arrays;
   for (let q = Math.max(0, Math.floor(v.y)); q < to; q++) {
     const by = S.hide ? scaled(PART, h, q) : 1;
+    g.fillStyle = rgb(shade(0));
+    g.fillRect(X(lo[q]), Y(q), X(hi[q]) - X(lo[q]), CELL.h + .5);
     for (const [k, w] of strongestKeys(PART, h, q)) {
       if (k < v.x - 1 || k > v.x + v.w || (S.hide && k === PART.first)) continue;
       g.fillStyle = rgb(shade(Math.sqrt(w * by * factor(h, q, k) / most)));

@@ -19,8 +19,18 @@ function textList(side, data) {
   list.root.tabIndex = 0;
   list.root.setAttribute("role", "group");
   list.root.setAttribute("aria-label", side === "key" ? "the keys" : side === "query" ? "the queries" : "the text");
-  let line = el("p");
-  const breakLine = () => { if (line.childNodes.length) list.root.append(line); line = el("p"); };
+  let line = el("p"), word = [];
+  // The tokens of a word stay together, unless it is longer than a line may be.
+  const endWord = () => {
+    const letters = word.reduce((sum, token) => sum + token.textContent.length, 0);
+    line.append(...(word.length > 1 && letters <= 24 ? [el("span", "word", ...word)] : word));
+    word = [];
+  };
+  const breakLine = () => {
+    endWord();
+    if (line.childNodes.length) list.root.append(line);
+    line = el("p");
+  };
   data.text.forEach((text, n) => {
     if (PART.prompt && side !== "key" && n === PART.prompt) {
       breakLine();
@@ -34,23 +44,33 @@ function textList(side, data) {
       list.root.append(list.patches.canvas);
       return;
     }
-    const token = tokenSpan(data, n, line.childNodes.length > 0);
+    const token = tokenSpan(data, n);
     list.tokens[n] = token;
     const goesOn = data.cut[n]?.[0] > 0;                           // a character's other tokens: nothing between them
-    if (/^ /.test(text) && line.childNodes.length && !goesOn) line.append(" ");
-    line.append(token);
-    if (!PART.named || (/ $/.test(text) && !goesOn)) line.append(" ");
+    if (/^ /.test(text) && !goesOn) {
+      endWord();
+      if (line.childNodes.length) line.append(" ");
+    }
+    word.push(token);
+    if (!PART.named || (/ $/.test(text) && !goesOn)) {
+      endWord();
+      line.append(" ");
+    }
     const next = data.text[n + 1] ?? "";
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
   breakLine();
-  if (data.text.length > LONG) list.ruler = rulerOf(list);
+  if (data.text.length > LONG) {
+    list.lines = [...list.root.querySelectorAll("p")];
+    list.lineOf = list.tokens.map(token => token && token.closest("p"));
+    list.ruler = rulerOf(list);
+  }
   textEvents(list);
   return list;
 }
 
 /* A token's own text; one space before a word is the gap between tokens, any other is drawn. */
-function tokenSpan(data, n, inLine) {
+function tokenSpan(data, n) {
   const text = data.text[n], cut = data.cut[n], token = el("span", "t");
   token.dataset.i = n;
   if (cut && cut[0] > 0) {
@@ -121,10 +141,11 @@ function drawTexts() {
     const shown = shownIn(list, found), matches = new Set(list.side === "key" ? S.foundKeys : S.found);
     const focus = focusIsIn(list) ? S.focus : null, other = list.side === "both" || !focusIsIn(list) ? S.other : null;
     const focusShows = S.direction !== "sum" || S.pinned;
+    const ghosts = ghostLines(list, shown);
     list.tokens.forEach((token, n) => {
       if (!token) return;
       const x = shown ? shown[n] : 0, hidden = S.hide && n === PART.first && list.side !== "query" && S.direction !== "in";
-      const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && S.direction !== "sum";
+      const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && !ghosts?.has(list.lineOf[n]);
       const label = !shown || hidden || !(part >= .0995) ? "" : labelled ? String(Math.round(x * 100)) : short(x);
       const flags = (seen ? level(part) + 1 : 0) | (masked ? 512 : 0) | (hidden ? 1024 : 0) | (n === focus && focusShows ? 2048 : 0)
         | (n === focus && S.pinned ? 4096 : 0) | (n === other ? 8192 : 0) | (matches.has(n) ? 16384 : 0);
@@ -134,13 +155,31 @@ function drawTexts() {
       const lit = seen ? level(part) : -1, style = token.style;
       style.backgroundColor = lit >= 0 ? rgb(RAMP[lit]) : "";
       style.color = lit >= 0 ? OVER[lit] : "";
-      token.dataset.w = label;
+      if (label) token.dataset.w = label;
+      else delete token.dataset.w;
       token.className = "t" + (seen ? " seen" : "") + (masked ? " off" : "") + (hidden ? " hid" : "") + (flags & 2048 ? " focus" : "")
         + (flags & 4096 && flags & 2048 ? " pin" : "") + (flags & 8192 ? " other" : "") + (flags & 16384 ? " found" : "");
     });
     list.ruler?.paint(shown, most, focus, other);
     list.patches?.paint(shown, most, focus, other, focusShows);
   }
+}
+
+/* Of a long text the lines that are masked as a whole turn grey as a whole: a move may pass thousands of tokens. */
+function ghostLines(list, shown) {
+  if (!list.ruler) return null;
+  const ghosts = new Set(shown ? list.lines : []);
+  if (shown) list.lineOf.forEach((line, n) => { if (line && !Number.isNaN(shown[n])) ghosts.delete(line); });
+  for (const line of list.lines) if (line.classList.contains("off") !== ghosts.has(line)) line.classList.toggle("off");
+  return ghosts;
+}
+
+/* Lines out of sight of a long text are not drawn; how high they are has to be known before. */
+function measureLines(list) {
+  list.root.classList.remove("measured");
+  const heights = list.lines.map(line => line.offsetHeight);
+  list.lines.forEach((line, n) => { line.style.containIntrinsicHeight = heights[n] + "px"; });
+  list.root.classList.add("measured");
 }
 
 /* Colours have changed: write everything anew. */
@@ -151,28 +190,27 @@ function reveal(place, side = "query") {
   const list = LISTS.find(one => one.side === "both" || one.side === side), token = list?.tokens[place];
   if (!token) return;
   if (!list.ruler) return token.scrollIntoView({ block: "nearest" });
-  const into = () => {
-    const box = list.root.getBoundingClientRect(), at = token.getBoundingClientRect();
-    if (at.top < box.top + 20 || at.bottom > box.bottom - 30) list.root.scrollTop += at.top - box.top - box.height / 2;
-  };
-  into();
-  requestAnimationFrame(into);                                     // paragraphs out of sight only guess their height before
+  const box = list.root.getBoundingClientRect(), at = token.getBoundingClientRect();
+  if (at.top < box.top + 20 || at.bottom > box.bottom - 30) list.root.scrollTop += at.top - box.top - box.height / 2;
 }
 
 /* Beside a long text: the whole of it as a strip, with what is lit and the part in sight. */
 function rulerOf(list) {
   const strip = el("canvas", "ruler"), count = list.data.text.length;
-  let last = [null, 1, null, null];
+  let last = [null, 1, null, null], place = { top: 0, tall: 0, height: 1 };
+  const measure = () => {                                          // apart from painting, which comes after changes
+    const box = list.root, height = strip.clientHeight || 1;
+    place = { height, top: box.scrollTop / box.scrollHeight * height, tall: Math.max(box.clientHeight / box.scrollHeight * height, 8) };
+  };
   const paint = (...shown) => {
     last = shown;
-    const [found, most, focus, other] = shown, dpr = devicePixelRatio || 1, width = 14, height = strip.clientHeight || 1;
+    const [found, most, focus, other] = shown, dpr = devicePixelRatio || 1, width = 14, { height, top, tall } = place;
     strip.width = width * dpr;
     strip.height = Math.round(height * dpr);
-    const g = strip.getContext("2d"), at = n => n / count * height, box = list.root;
+    const g = strip.getContext("2d"), at = n => n / count * height;
     g.setTransform(dpr, 0, 0, dpr, 0, 0);
     g.fillStyle = INK.hair;
     g.fillRect(6.5, 0, 1, height);
-    const top = box.scrollTop / box.scrollHeight * height, tall = Math.max(box.clientHeight / box.scrollHeight * height, 8);
     g.fillStyle = INK.ghost;
     g.fillRect(5, top, 4, tall);
     const strongest = new Map();                                   // of each line of pixels
@@ -195,6 +233,13 @@ function rulerOf(list) {
   };
   strip.onpointerdown = event => { strip.setPointerCapture(event.pointerId); go(event); };
   strip.onpointermove = event => { if (event.buttons) go(event); };
-  list.root.addEventListener("scroll", () => requestAnimationFrame(() => paint(...last)), { passive: true });
+  const again = () => requestAnimationFrame(() => { measure(); paint(...last); });
+  list.root.addEventListener("scroll", again, { passive: true });
+  let width = 0;
+  new ResizeObserver(() => {
+    if (list.root.clientWidth !== width) measureLines(list);
+    width = list.root.clientWidth;
+    again();
+  }).observe(list.root);
   return { canvas: strip, paint };
 }

@@ -37,7 +37,7 @@ function unit() {
   const whose = S.direction === "out" ? "one query’s attention" : "each query’s attention";
   if (S.measure === "weight") return `Numbers: percent of ${whose}.`;
   if (S.measure === "value") return "Numbers: weight × length of the value.";
-  return PART.percent ? "Numbers: length of what is written, in percent of the residual stream." : "Numbers: weight × length of the value through the output matrix.";
+  return PART.percent ? "Numbers: length written, % of the residual stream." : "Numbers: length of what is written.";
 }
 
 /* The line under the text: what the token in focus has, in words. */
