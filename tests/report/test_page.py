@@ -177,7 +177,7 @@ def test_weights_times_values(visit, text, lens):
         settled(page)
         bound = (step(dense) + 2e-6) * length + 4e-3 * dense * length
         assert ((shown(page).nan_to_num() - dense * length).abs() <= bound)[:12].all()
-    assert "percent of the residual stream" in said(page, "text-note")
+    assert "% of the residual stream" in said(page, "text-note")
     out = dense[:12] @ value[:12] @ matrix.mT
     assert page.evaluate(f"PART.layers[{layer}].arrays.out[{head} * {N} + 11]") == pytest.approx(
         float(out.norm()), rel=4e-3
