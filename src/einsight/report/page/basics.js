@@ -13,7 +13,7 @@ function readColours() {
     return stops[a].map((c, rgb) => Math.round(c + (stops[a + 1][rgb] - c) * (x - a)));
   });
   OVER = RAMP.map(over);
-  INK.theme = INK.paper;
+  INK.dark = matchMedia("(prefers-color-scheme: dark)").matches;
 }
 /* Ink that reads on a shade. */
 const over = c => .3 * c[0] + .59 * c[1] + .11 * c[2] > 132 ? "#14181d" : "#ffffff";
@@ -29,7 +29,7 @@ const el = (tag, cls, ...kids) => {
 };
 const put = (id, ...kids) => $(id).replaceChildren(...kids.filter(kid => kid !== null && kid !== ""));
 const bold = text => el("b", "", text);
-const percent = x => x >= .0995 ? Math.round(x * 100) + "%" : x >= .0005 ? (x * 100).toFixed(1) + "%" : "0%";
+const percent = x => x < .00005 ? "0%" : (x * 100).toFixed(x >= .0995 ? 0 : x >= .00995 ? 1 : 2) + "%";
 const short = x => x >= 99.5 ? x.toFixed(0) : x >= 9.95 ? x.toFixed(1) : x >= .00995 ? x.toFixed(2) : x > 0 ? x.toExponential(0) : "0";
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));

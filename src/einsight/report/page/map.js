@@ -8,7 +8,7 @@ let bitmap = { name: "", image: null };
 /* One pixel per cell; in long reports per pooled cell. */
 function mapImage(h) {
   const { layer } = PART.heads[h], a = layer.arrays;
-  const name = [PART.number, h, S.hide, S.measure, INK.theme, a !== null].join();
+  const name = [PART.number, h, S.hide, S.measure, INK.dark, a !== null].join();
   if (bitmap.name === name) return bitmap.image;
   const m = PART.whole ? PART.i : Math.ceil(PART.i / PART.block), n = PART.whole ? PART.j : Math.ceil(PART.j / PART.block);
   const image = new ImageData(n, m), most = PART.whole ? scaleOf(h) : 1, { head } = PART.heads[h];

@@ -39,7 +39,8 @@ function patchBoard(list, { start, rows, columns }) {
     const g = board.getContext("2d"), w = board.width / columns, h = board.height / rows;
     const image = PICTURE && (shown ? PICTURE.grey : PICTURE.colour);
     if (image) {
-      g.globalAlpha = shown ? .55 : 1;                             // pale, so that the colours on it can be told
+      // Faint, so that the colours on it can be told; fainter on dark paper, where what is bright means much.
+      g.globalAlpha = !shown ? 1 : INK.dark ? .28 : .5;
       g.drawImage(image, 0, 0, board.width, board.height);
       g.globalAlpha = 1;
     }

@@ -54,6 +54,12 @@ function scaleOf(h, measure = S.measure) {
   if (a) for (let k = 0; k < PART.j; k++) most = Math.max(most, a[measure][head * PART.j + k]);
   return most;
 }
+/* What is received is shared by all tokens: its darkest colour is the largest share beside the first token's. */
+function largestReceived(shares) {
+  let most = 0;
+  shares?.forEach((share, k) => { if (k !== PART.first && share > most) most = share; });
+  return most || 1;
+}
 const inPercent = measure => measure === "weight" || (measure === "write" && PART.percent);
 const amount = (x, measure = S.measure) => inPercent(measure) ? percent(x) : short(x);
 

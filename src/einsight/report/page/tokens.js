@@ -135,8 +135,9 @@ function shownIn(list, found) {
 }
 
 function drawTexts() {
-  const h = current(), found = values(h), most = scaleOf(h, S.direction === "sum" ? "weight" : S.measure);
-  const measure = S.direction === "sum" ? "weight" : S.measure, labelled = inPercent(measure);
+  const h = current(), found = values(h), sum = S.direction === "sum", most = sum ? largestReceived(found) : scaleOf(h);
+  const fewest = sum ? .5 : .0995;                                 // how strong a colour has to be for a number under it
+  const write = x => sum && x < .0995 ? (x * 100).toFixed(1) : sum || inPercent(S.measure) ? String(Math.round(x * 100)) : short(x);
   for (const list of LISTS) {
     const shown = shownIn(list, found), matches = new Set(list.side === "key" ? S.foundKeys : S.found);
     const focus = focusIsIn(list) ? S.focus : null, other = list.side === "both" || !focusIsIn(list) ? S.other : null;
@@ -146,7 +147,7 @@ function drawTexts() {
       if (!token) return;
       const x = shown ? shown[n] : 0, hidden = S.hide && n === PART.first && list.side !== "query" && S.direction !== "in";
       const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && !ghosts?.has(list.lineOf[n]);
-      const label = !shown || hidden || !(part >= .0995) ? "" : labelled ? String(Math.round(x * 100)) : short(x);
+      const label = !shown || hidden || !(part >= fewest) ? "" : write(x);
       const flags = (seen ? level(part) + 1 : 0) | (masked ? 512 : 0) | (hidden ? 1024 : 0) | (n === focus && focusShows ? 2048 : 0)
         | (n === focus && S.pinned ? 4096 : 0) | (n === other ? 8192 : 0) | (matches.has(n) ? 16384 : 0);
       const state = flags + ":" + label;

@@ -19,7 +19,7 @@ function drawHeadline() {
   put("h-text", PART.layers.length > 1 || layer.name ? `Layer ${layer.number}, head ${head}` : `Head ${head}`);
   $("h-text").title = layer.name;
   const scope = S.direction !== "sum" ? null : S.scope === "layer" ? `All ${layer.heads} heads of layer ${layer.number}.` : S.scope === "all" ? `All ${PART.heads.length} heads.` : null;
-  put("text-note", scope ?? habit(h), " ", unit());
+  put("text-note", scope ?? habit(h), " ", unit(h));
 }
 
 function habit(h) {
@@ -32,8 +32,8 @@ function habit(h) {
   return score.distance ? `${wide}, ${score.distance[h].toFixed(0)} tokens away on average.` : `${wide}; its strongest key has ${percent(score.strongest[h])} on average.`;
 }
 
-function unit() {
-  if (S.direction === "sum") return "Numbers: percent received, averaged over those that may look.";
+function unit(h) {
+  if (S.direction === "sum") return `Numbers: percent received, on average; full colour from ${percent(largestReceived(received(h)))} on.`;
   const whose = S.direction === "out" ? "one query’s attention" : "each query’s attention";
   if (S.measure === "weight") return `Numbers: percent of ${whose}.`;
   if (S.measure === "value") return "Numbers: weight × length of the value.";
@@ -43,7 +43,7 @@ function unit() {
 /* The line under the text: what the token in focus has, in words. */
 function drawReading() {
   const h = current(), found = values(h), list = S.direction === "in" ? PART.queries : PART.keys, measure = S.direction === "sum" ? "weight" : S.measure;
-  const place = n => S.direction === "in" ? placeOf(n) : n, least = .01 * scaleOf(h, measure);
+  const place = n => S.direction === "in" ? placeOf(n) : n, least = S.direction === "sum" ? .25 * largestReceived(found) : .01 * scaleOf(h);
   const top = found ? [...found.keys()].filter(n => found[n] >= least).sort((a, b) => found[b] - found[a]).slice(0, 4) : [];
   const names = commas(top.map(n => [tokenLink(list, place(n)), " " + amount(found[n], measure)]));
   const focus = S.focus, { q, k } = chosen(), line = [];
