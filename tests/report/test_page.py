@@ -354,6 +354,17 @@ def test_hostile_tokens_are_shown_not_run(visit, tmp_path):
     assert page.evaluate("S.found") == [1]
 
 
+def test_a_hostile_name_of_a_model(visit, tmp_path, model, ids, monkeypatch):
+    name = "</title><script>hacked=4<b>"
+    monkeypatch.setattr(model.config, "_name_or_path", name)
+    with Lens(model) as lens:
+        model(ids)
+    page = visit(report.html(lens, tmp_path / "page.html"))
+    assert page.title() == f"{name.split('/')[-1]}: what each head looks at"
+    assert said(page, "about").startswith(name.split("/")[-1])
+    assert page.evaluate("typeof hacked") == "undefined"
+
+
 def test_the_policy_lets_nothing_in(browser, text):
     page = browser.new_page()  # it complains of what is tried here, as it should
     page.goto(text.as_uri())

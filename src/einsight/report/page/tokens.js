@@ -143,11 +143,15 @@ function drawTexts() {
     const focus = focusIsIn(list) ? S.focus : null, other = list.side === "both" || !focusIsIn(list) ? S.other : null;
     const focusShows = S.direction !== "sum" || S.pinned;
     const ghosts = ghostLines(list, shown);
+    let room = 9;                                                  // letters since the last number: none may touch
     list.tokens.forEach((token, n) => {
       if (!token) return;
       const x = shown ? shown[n] : 0, hidden = S.hide && n === PART.first && list.side !== "query" && S.direction !== "in";
       const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && !ghosts?.has(list.lineOf[n]);
-      const label = !shown || hidden || !(part >= fewest) ? "" : write(x);
+      let label = !shown || hidden || !(part >= fewest) ? "" : write(x);
+      room += token.textContent.length;
+      if (label && room < label.length + 1) label = "";
+      if (label) room = 0;
       const flags = (seen ? level(part) + 1 : 0) | (masked ? 512 : 0) | (hidden ? 1024 : 0) | (n === focus && focusShows ? 2048 : 0)
         | (n === focus && S.pinned ? 4096 : 0) | (n === other ? 8192 : 0) | (matches.has(n) ? 16384 : 0);
       const state = flags + ":" + label;
