@@ -4,8 +4,9 @@
 
 For 256, 512 and 4,096 tokens, with weights alone and with values and the residual stream: megabytes of the page, and
 seconds to write it beyond the model's pass. In the browser (Chromium by playwright), on the page of 4,096 tokens:
-seconds until it shows its finding and until all layers are read, and milliseconds from a pointer move over a token to
-the next picture (median and largest of 60). The text is repeated or cut to length.
+seconds until it shows its finding and until all layers are read, and milliseconds from a pointer move over a token,
+far from the last one, to the next picture; also of the main thread's processor time, which other work on the machine
+leaves alone. The text is repeated or cut to length.
 """
 
 from __future__ import annotations
@@ -23,15 +24,11 @@ from einsight import report
 from einsight.lens import Lens
 from einsight.models import load
 
-MOVES = """async () => {
-  const tokens = [...document.querySelectorAll(".t")], spent = [];
-  for (let n = 0; n < 60; n++) {
-    const token = tokens[(n * 613) % tokens.length], began = performance.now();
-    token.dispatchEvent(new PointerEvent("pointerover", { bubbles: true, pointerType: "mouse" }));
-    await new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn)));
-    spent.push(performance.now() - began);
-  }
-  return spent;
+MOVE = """async n => {
+  const tokens = document.querySelectorAll(".t"), began = performance.now();
+  tokens[n % tokens.length].dispatchEvent(new PointerEvent("pointerover", { bubbles: true, pointerType: "mouse" }));
+  await new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn)));
+  return performance.now() - began;
 }"""
 
 
@@ -48,22 +45,33 @@ def write(text: str, tokens: int, values: bool, page: pathlib.Path) -> tuple[flo
     return between - start, time.perf_counter() - between
 
 
-def visit(page: pathlib.Path) -> tuple[float, float, list[float]]:
+def visit(page: pathlib.Path) -> tuple[float, float, list[float], list[float]]:
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1280, "height": 900})
+        tools = tab.context.new_cdp_session(tab)
+        tools.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        def busy() -> float:
+            metrics = tools.send("Performance.getMetrics")["metrics"]
+            return 1000 * next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
+
         start = time.perf_counter()
         tab.goto(page.as_uri())
         tab.wait_for_selector("html[data-shown]", state="attached")
         shown = time.perf_counter() - start
         tab.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
         ready = time.perf_counter() - start
-        spent = tab.evaluate(MOVES)
+        waited, worked = [], []
+        for n in range(60):
+            before = busy()
+            waited.append(tab.evaluate(MOVE, n * 613))
+            worked.append(busy() - before)
         browser.close()
-    return shown, ready, spent
+    return shown, ready, waited, worked
 
 
 def main(text: str, rounds: int) -> None:
@@ -82,11 +90,10 @@ def main(text: str, rounds: int) -> None:
                 )
         visits = [visit(page) for _ in range(rounds)]
         shown, ready = (statistics.median(column) for column in zip(*((v[0], v[1]) for v in visits), strict=True))
-        spent = [move for *_, moves in visits for move in moves]
-        print(
-            f"at 4096 tokens the page shows its finding after {shown:.2f} s and has read all layers after {ready:.2f} s"
-        )
-        print(f"a pointer move is drawn after {statistics.median(spent):.0f} ms (median; largest {max(spent):.0f} ms)")
+        print(f"at 4096 tokens the page shows its finding after {shown:.2f} s, has read all layers after {ready:.2f} s")
+        for name, which in (("is drawn after", 2), ("takes the main thread", 3)):
+            spent = [move for one in visits for move in one[which]]
+            print(f"a pointer move {name} {statistics.median(spent):.0f} ms (median; largest {max(spent):.0f} ms)")
 
 
 if __name__ == "__main__":
