@@ -79,7 +79,10 @@ def report(console: Console, path: Path, lens: Lens, tokens: list[str], output: 
     states = getattr(output, "hidden_states", None)
     if states is None or len(states) != len(lens) + 1:
         states = None  # not every layer has attention, so that theirs can't be told
-    html(lens, path, tokens=tokens, hidden_states=states)
+    try:
+        html(lens, path, tokens=tokens, hidden_states=states)
+    except OSError as error:
+        refuse(f"--html {path}: {error.strerror or error}")
     console.print(f"\n[bold]report[/]: {path.resolve()} ({path.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
 
 

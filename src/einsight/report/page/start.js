@@ -36,4 +36,5 @@ gridEvents("each");
 mapEvents();
 if (REPORT.parts.length > 1) tabs("parts", Object.fromEntries(REPORT.parts.map(part => [part.number, part.name])), n => show(REPORT.parts[n]));
 loadPicture().then(() => set({}));
-show(REPORT.parts[0]);
+if (typeof DecompressionStream === "function") show(REPORT.parts[0]);
+else put("about", "This page needs a browser of 2023 or later.");
