@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
-.PHONY: demo test lint model
+.PHONY: demo test lint model browser
 demo: .venv/installed
-	$(BIN)/einsight look --file examples/passage.txt
+	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
-test: .venv/installed model
+test: .venv/installed model browser
 	$(BIN)/python -m pytest
 
 lint: .venv/installed
@@ -18,6 +18,13 @@ lint: .venv/installed
 # Quick when the model is there already.
 model: .venv/installed
 	$(BIN)/python -m einsight.models
+
+# The report is tested in Debian's Chromium; without one its tests fail, and say what to install.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } || \
+		echo "no Chromium: the report's tests will fail; install it (Debian: apt-get install chromium)"
 
 # An editable install knows the modules that it found; a new or moved one asks for another.
 .venv/modules: FORCE

@@ -43,6 +43,12 @@ def quick(monkeypatch, smol):
             "",
             "--by mood: expected one of entropy, first, previous, induction, distance",
         ),
+        (
+            ["look", "text", "--html", "/no/such/page.html"],
+            "",
+            "--html /no/such/page.html: there is no folder /no/such",
+        ),
+        (["look", "text", "--html", "/tmp"], "", "--html /tmp: /tmp is a folder; name a file in it"),
         (["look", "text", "--model", "/no/such/model"], "", "'/no/such/model' is not a folder"),
     ],
 )
@@ -94,6 +100,14 @@ def test_grid_and_heads(run, quick, by):
     assert all(len(row) == 10 for row in rows)
     assert "layer 18 head  8  1.00" in out  # looks at the first token
     assert "→ The@0" in out
+
+
+def test_html_writes_a_report(run, quick, tmp_path):
+    path = tmp_path / "page.html"
+    code, out, err = run("look", "The cat sat on the mat, and the cat sat on the dog.", "--html", str(path))
+    assert (code, err) == (0, "")
+    assert f"report: {path} (" in out
+    assert '"kept":["stream","value","write"]' in path.read_text()
 
 
 def test_standard_input_and_one_token(run, quick):

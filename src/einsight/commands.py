@@ -19,11 +19,12 @@ def look(
     model: Annotated[str | None, typer.Option(help="A model folder or Hugging Face id. Default: SmolLM2-135M.")] = None,
     by: Annotated[str, typer.Option(help="entropy, first, previous, induction or distance.")] = "induction",
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is longer than the context.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a report to look around in, one HTML file.")] = None,
 ) -> None:
     """Run a language model over a text and tell where its heads look."""
     from einsight.look import look
 
-    look(text, file, model, by, truncate)
+    look(text, file, model, by, truncate, html)
 
 
 @app.command()

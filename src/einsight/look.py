@@ -32,10 +32,14 @@ KINDS = {
 }
 
 
-def look(text: str | None, file: Path | None, model: str | None, by: str, truncate: bool) -> None:
-    """Run a model over a text and print where its heads look."""
+def look(
+    text: str | None, file: Path | None, model: str | None, by: str, truncate: bool, html: Path | None = None
+) -> None:
+    """Run a model over a text and print where its heads look; with `html`, write the report there as well."""
     if by not in STATISTICS:
         refuse(f"--by {by}: expected one of {', '.join(STATISTICS)}")
+    if html is not None:
+        writable(html)
     text = read(text, file)
     console = Console()
     with progress() as bar:
@@ -45,9 +49,10 @@ def look(text: str | None, file: Path | None, model: str | None, by: str, trunca
         ids = fitted(ids, context(net, tokenizer), truncate)
         layers = getattr(net.config.get_text_config(), "num_hidden_layers", None)
         bar.update(task, description=f"running it over {ids.shape[1]} tokens", total=layers)
-        with torch.inference_mode(), Lens(net, on_call=lambda call: bar.advance(task)) as lens:
+        kept = html is not None  # the report also tells what heads write, in percent of the residual stream
+        with torch.inference_mode(), Lens(net, values=kept, on_call=lambda call: bar.advance(task)) as lens:
             # Without the language-model head: nobody asks for the next token.
-            net.base_model(input_ids=ids, use_cache=False)
+            output = net.base_model(input_ids=ids, use_cache=False, output_hidden_states=kept)
         bar.update(task, description="reading its heads", total=None)
         with torch.inference_mode():
             heads = lens.heads(ids, tokenizer)
@@ -55,6 +60,30 @@ def look(text: str | None, file: Path | None, model: str | None, by: str, trunca
             found = {kind: striking(heads, kind, lens, ids) for kind in KINDS}
     tokens = [tokenizer.decode([token]) for token in ids[0].tolist()]
     show(console, net, heads, by, found, tokens)
+    if html is not None:
+        report(console, html, lens, tokenizer.convert_ids_to_tokens(ids[0].tolist()), output)
+
+
+def writable(path: Path) -> None:
+    from einsight.report.write import checked
+
+    try:
+        checked(path)
+    except OSError as error:
+        refuse(f"--html {path}: {str(error).removeprefix('path: ')}")
+
+
+def report(console: Console, path: Path, lens: Lens, tokens: list[str], output: Any) -> None:
+    from einsight.report import html
+
+    states = getattr(output, "hidden_states", None)
+    if states is None or len(states) != len(lens) + 1:
+        states = None  # not every layer has attention, so that theirs can't be told
+    try:
+        html(lens, path, tokens=tokens, hidden_states=states)
+    except OSError as error:
+        refuse(f"--html {path}: {error.strerror or error}")
+    console.print(f"\n[bold]report[/]: {path.resolve()} ({path.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
 
 
 def read(text: str | None, file: Path | None) -> str:
