@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import einsight as es
 from einsight.lens.rules import Rule, once, recognise, split
+from einsight.problem import autocast
 
 ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
 
@@ -64,13 +65,14 @@ def from_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **settings: Any,
 ) -> Call:
     """A call of PyTorch's `scaled_dot_product_attention`, whatever number of dimensions it had."""
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
     query, key, value = (_four(t, lead) for t in (query, key, value))
     if attn_mask is not None:
         attn_mask = _four(attn_mask, lead)
-    return make(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+    return make(query, key, value, attn_mask, is_causal=is_causal, scale=scale, **settings)
 
 
 def make(
@@ -87,8 +89,7 @@ def make(
     offset: int | None = None,
 ) -> Call:
     """A call from tensors as models give them: a boolean mask's True may be seen, a float one is added."""
-    query, key = query.detach(), key.detach()
-    value = None if value is None else value.detach()
+    query, key, value = autocast(query.detach(), key.detach(), None if value is None else value.detach())
     i = query.shape[2]
     if is_causal and key.shape[2] > i:  # the first i keys are all that it can see
         key = key[:, :, :i]

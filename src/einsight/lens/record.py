@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,19 @@ class Piece(NamedTuple):
     keys: int  # how many keys there were then; the rule speaks of the last `width` of them
     width: int
     bias: Any
+
+
+class Match(NamedTuple):
+    """How a call goes on from what is kept: after how many keys, of which it brings how many along.
+
+    `rows` is the order that beams take first; where the keys end before those kept do, `again` says that it starts
+    where an earlier call did, or before: it is another branch, and what is kept stays.
+    """
+
+    keys: int
+    before: int | None
+    rows: Tensor | None = None
+    again: bool = False
 
 
 class Growing:
@@ -47,6 +61,10 @@ class Growing:
     def reorder(self, rows: Tensor) -> None:
         self.buffer = self.get()[rows]
 
+    def until(self, length: int) -> Growing:
+        """A copy of the beginning: who holds the whole may go on looking at it."""
+        return Growing(self.buffer[:, :, :length].clone())
+
 
 class Record:
     """The calls of one layer in one pass."""
@@ -65,38 +83,42 @@ class Record:
         self.pieces = [_piece(call, call.offset, width, width)]
         self._call: Call | None = None
 
-    def continues(self, call: Call, in_generation: bool) -> bool:
-        """Take in a call that goes on from this record's last one; False if it doesn't."""
+    def match(self, call: Call, in_generation: bool) -> Match | None:
+        """Whether a call goes on from this record's calls, and how."""
         if call.query.shape[0] != self.query.buffer.shape[0] or call.key.shape[1] != self.key.buffer.shape[1]:
-            return False
-        if call.cross:
-            if not in_generation or not _equal(call.key, self.key.get().to(call.key.device)):
-                return False
-            keys = self.key.length
-            self._take(call, call.offset, keys, keys, None)
-            return True
-        before = call.offset if isinstance(call.offset, int) else 0
-        if before < 1:
-            return False
-        width, call = _written(call)
+            return None
         stored = self.key.length
-        old = call.key[:, :1, :before].to(self.key.buffer.device)
-        if before > stored:
-            return False
+        if call.cross:
+            same = in_generation and _equal(call.key, self.key.get().to(call.key.device))
+            return Match(stored, None) if same else None
+        before = call.offset if isinstance(call.offset, int) else 0
+        if not 1 <= before <= stored:
+            return None
         last = self.pieces[-1]
         if isinstance(last.offset, int) and last.keys > last.offset + last.i:
-            return False  # keys behind its last query that are padding: nothing goes on from there
-        if not _equal(old, self.key.get()[:, :1, stored - before :]):
-            if before == stored and (rows := _reordered(old, self.key.get()[:, :1])) is not None:
-                for grown in self._grown():
-                    grown.reorder(rows)
-            elif before < stored and _equal(old, self.key.get()[:, :1, :before]):
-                self._forget_after(before)  # the cache was cropped
-                stored = before
-            else:
-                return False
-        self._take(call, stored, stored + call.query.shape[2], width, before)
-        return True
+            return None  # keys behind its last query that are padding: nothing goes on from there
+        old = call.key[:, :1, :before].to(self.key.buffer.device)
+        kept = self.key.get()[:, :1]
+        if _equal(old, kept[:, :, stored - before :]):
+            return Match(stored, before)
+        if before < stored and _equal(old, kept[:, :, :before]):  # the cache was cropped, or copied before
+            start = self.pieces[0].offset
+            return Match(before, before, again=before <= last.offset) if before > start else None
+        rows = _reordered(old, kept[:, :, stored - before :])
+        return None if rows is None else Match(stored, before, rows)
+
+    def go_on(self, call: Call, match: Match) -> Record:
+        """The record with one more call: itself, or a copy of its beginning where the call starts before its end."""
+        record = self if match.keys == self.key.length else self._until(match.keys)
+        if match.rows is not None:
+            for grown in record._grown():
+                grown.reorder(match.rows)
+        if match.before is None:
+            record._take(call, call.offset, match.keys, match.keys, None)
+        else:
+            width, call = _written(call)
+            record._take(call, match.keys, match.keys + call.query.shape[2], width, match.before)
+        return record
 
     @property
     def call(self) -> Call:
@@ -163,20 +185,23 @@ class Record:
             row += piece.i
         return whole
 
-    def _forget_after(self, count: int) -> None:
-        for grown in self._grown():
-            grown.length = min(grown.length, count)
-        while self.pieces and self.pieces[-1].offset >= count:
-            self.pieces.pop()
-        last, gone = self.pieces[-1], self.pieces[-1].keys - count
-        if gone > 0:
+    def _until(self, count: int) -> Record:
+        """The record as it was when there were `count` keys."""
+        made = copy(self)
+        made.query = self.query.until(count - self.pieces[0].offset)
+        made.key = self.key.until(count)
+        made.value = None if self.value is None else self.value.until(count)
+        made.pieces = [piece for piece in self.pieces if piece.offset < count]
+        last = made.pieces[-1]
+        if (gone := last.keys - count) > 0:
             mask = last.rule.mask()
             dense = (
                 torch.ones(1, 1, last.i, last.width, dtype=torch.bool) if mask is None else _four(_dense(mask, last))
             )
             bias = None if last.bias is None else last.bias[..., : last.i - gone, :-gone]
             rule, _ = recognise(dense[:, :, : last.i - gone, :-gone], last.i - gone, last.width - gone)
-            self.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
+            made.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
+        return made
 
     def _grown(self) -> list[Growing]:
         return [grown for grown in (self.query, self.key, self.value) if grown is not None]

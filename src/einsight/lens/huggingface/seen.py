@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from einsight.lens.call import Call, make
+from einsight.lens.compiled import report
 from einsight.lens.rules import Rule
 
 _lock = threading.Lock()
@@ -23,7 +24,7 @@ _users = 0
 _original: Any = None
 
 
-def attach(run: Callable[[nn.Module, Callable[[], Call], Callable[..., Any], tuple, dict], Any]) -> bool:
+def attach(run: Callable[[Callable[[], Call], Callable[..., Any], tuple, dict], Any]) -> bool:
     """Let `run` run every attention function that a Hugging Face model looks up, until `detach`.
 
     False if there is nothing to attach to.
@@ -52,7 +53,9 @@ def _looking_up(original: Callable[..., Any], run: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function = original(self, attn_implementation, default)
-        return function if torch.compiler.is_compiling() else _watched(function, attn_implementation, run)
+        if torch.compiler.is_compiling():  # what else is computed in a graph is seen there
+            return _reporting(function) if (attn_implementation or "eager") == "eager" else function
+        return _watched(function, attn_implementation, run)
 
     return get_interface
 
@@ -67,22 +70,36 @@ def _watched(function: Callable[..., Any], kind: str, run: Callable[..., Any]) -
         def call() -> Call:
             return reading(module, query, key, value, *args, **kwargs)
 
-        return run(module, call, function, (module, query, key, value, *args), kwargs)
+        return run(call, function, (module, query, key, value, *args), kwargs)
 
     return watched
 
 
-def _eager(module, query, key, value, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> Call:
-    return make(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias=position_bias,
-        scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sink=kwargs.get("s_aux", getattr(module, "sinks", None)),
-    )
+def _reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An eager attention function that is being compiled."""
+    if torch.compiler.is_exporting():
+        return function
+
+    def reporting(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = _given(module, *args, **kwargs)
+        report(query, key, value, attn_mask=given.pop("mask"), **given)
+        return function(module, query, key, value, *args, **kwargs)
+
+    return reporting
+
+
+def _eager(module, query, key, value, *args, **kwargs) -> Call:
+    return make(query, key, value, **_given(module, *args, **kwargs))
+
+
+def _given(module, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> dict[str, Any]:
+    return {
+        "mask": attention_mask,
+        "bias": position_bias,
+        "scale": scaling,
+        "softcap": kwargs.get("softcap"),
+        "sink": kwargs.get("s_aux", getattr(module, "sinks", None)),
+    }
 
 
 def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> Call:
