@@ -22,7 +22,7 @@ METHODS = frozenset(name for name, method in vars(Tensor).items() if isinstance(
 CHANGED = torch.zeros(())  # what the operator claims to change
 
 _SCHEMA = (
-    "(Tensor(a!) changed, Tensor query, Tensor key, Tensor? value, Tensor? mask, bool is_causal, float? scale, "
+    "(Tensor(a!) changed, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
     "Tensor? bias, float? softcap, Tensor? sink, str source) -> ()"
 )
 
@@ -32,7 +32,7 @@ def seen(
     changed: Tensor,
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Tensor,
     mask: Tensor | None,
     is_causal: bool,
     scale: float | None,

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 import einsight as es
+from einsight.lens import words
 from einsight.lens.call import Call
 
 # How each column is read; all are means over the queries where it can be told, padding left out.
@@ -117,14 +118,16 @@ def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     kinds = None if tokenizer is None else _kinds(ids, tokenizer)
     columns: dict[str, list] = {"layer": [], "head": []}
     sequences: dict[Any, _Sequence] = {}
+    if wrong := [call for call in calls if not _fits(call, ids)]:
+        b, _, i, _ = wrong[0].query.shape
+        fitting = [call.name for call in calls if _fits(call, ids)]
+        raise ValueError(
+            f"tokens must be those the model was given: layer {wrong[0].name!r} has {b} sequences "
+            f"of {i} queries and {wrong[0].key.shape[2]} keys, but tokens are {list(ids.shape)}"
+            + (f"; for the layers over these tokens write layers={words.common(fitting)!r}" if fitting else "")
+        )
     for call in calls:
         b, h, i, _ = call.query.shape
-        j = call.key.shape[2]
-        if not i <= ids.shape[1] <= i + 1 or j != i or ids.shape[0] != b:
-            raise ValueError(
-                f"tokens must be those the model was given: layer {call.name!r} has {b} sequences "
-                f"of {i} queries and {j} keys, but tokens are {list(ids.shape)}"
-            )
         total: dict[str, Tensor] = {}
         count: dict[str, Tensor] = {}
         for item in range(b):
@@ -250,6 +253,11 @@ class _Sequence:
         )
         found |= dict(zip(columns, found.pop("mass").unbind(-1), strict=True))
         return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
+
+
+def _fits(call: Call, ids: Int[Tensor, "b m"]) -> bool:
+    b, _, i, _ = call.query.shape
+    return i <= ids.shape[1] <= i + 1 and call.key.shape[2] == i and ids.shape[0] == b
 
 
 def _real(real: Bool[Tensor, "b m"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:

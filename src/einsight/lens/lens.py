@@ -33,8 +33,9 @@ class Lens:
     are without the lens. (An exception: PyTorch's fused inference path of `nn.TransformerEncoderLayer` and
     `nn.MultiheadAttention` is off in a lens; what isn't padding agrees to rounding.) Seen are PyTorch's
     `scaled_dot_product_attention`, `einsight.attention`, `nn.MultiheadAttention`, and the attention functions of
-    Hugging Face's models; PyTorch's also in compiled code (the model is compiled once more for it). Not seen are
-    other threads, TorchScript, direct calls of `torch.ops.aten`, and `einsight.attention` in compiled code.
+    Hugging Face's models; all but `einsight.attention` also in compiled code (the model is compiled once more for
+    it). Not seen are other threads, TorchScript, direct calls of `torch.ops.aten`; what can't be looked at, as in
+    `torch.func.vmap`, runs as without a lens, which says so when it closes.
 
     Arguments:
         model: the module to look into.

@@ -16,17 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from einsight.lens import compiled
 from einsight.lens.call import Call, make
 
 
-def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    scope = {**function.__globals__, "has_torch_function": lambda tensors: False}
+def _unwatched(function: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
+    scope = {**function.__globals__, "has_torch_function": lambda tensors: False, **changes}
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
+def _reporting(*args: Any, **kwargs: Any) -> Tensor:
+    compiled.report(**compiled.arguments(*args, **kwargs))
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
 forward = _unwatched(F.multi_head_attention_forward)
+traced = _unwatched(F.multi_head_attention_forward, scaled_dot_product_attention=_reporting)
 
 
 class WeightsAsked(TorchFunctionMode):

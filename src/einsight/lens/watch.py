@@ -69,6 +69,8 @@ class Watch(TorchFunctionMode):
         if torch.compiler.is_compiling():
             if args and isinstance(args[0], Tensor) and function.__name__ in compiled.METHODS:
                 return getattr(args[0], function.__name__)(*args[1:], **kwargs)
+            if function is F.multi_head_attention_forward and not torch.compiler.is_exporting():
+                return multihead.traced(*args, **kwargs)
             output = function(*args, **kwargs)
             if function is F.scaled_dot_product_attention and not torch.compiler.is_exporting():
                 compiled.report(**compiled.arguments(*args, **kwargs))
@@ -114,9 +116,10 @@ class Watch(TorchFunctionMode):
         return output
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        if in_backward() or (reason := unseen(args, kwargs)):
-            if not in_backward():
-                self._miss(reason)
+        reason = None if in_backward() else unseen(args, kwargs)
+        if reason is not None:
+            self._miss(reason)
+        if reason is not None or in_backward():
             return F.multi_head_attention_forward(*args, **kwargs)
         cross = multihead.is_cross(*args)
         if not multihead.asks_weights(kwargs):
@@ -156,7 +159,7 @@ def unseen(args: tuple, kwargs: dict) -> str | None:
     """Why a call that runs unharmed can't be looked at; None if it can."""
     if maybe_current_level() is not None:
         return "in a transform of torch.func (vmap, grad, …)"
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         return "while torch.jit.trace traces"
     if torch.compiler.is_exporting():
         return "while torch.export traces"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 from torch import nn
 
@@ -24,6 +25,13 @@ def numbered(name: str, count: int) -> str:
 def says_cross(name: str) -> bool:
     """Whether a name is one of cross-attention's."""
     return _CROSS.search(".".join(name.split(".")[-2:])) is not None
+
+
+def common(names: list[str]) -> str:
+    """The innermost module that all of the layers are in."""
+    parts = [name.split(".") for name in names]
+    shared = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*parts, strict=False))]
+    return ".".join(shared)
 
 
 def missed(count: dict[str, int]) -> str:
