@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import einsight as es
 from einsight.coordinates import as_int
 from einsight.functional import unpack
-from einsight.lens import frames, huggingface, words
+from einsight.lens import frames, words
 from einsight.lens.call import ONLY_RESULTS, Call, ungrouped
 from einsight.lens.heads import Heads, table
+from einsight.lens.layers import Layers
 from einsight.lens.record import Match, Record
 from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
@@ -89,25 +90,17 @@ class Lens:
         self._readouts, self._layers, self._values = readouts, layers, values
         self._keep_on, self._on_call = keep_on, on_call
         self._records: dict[str, list[Record | Call]] = {}  # by layer, a record (or its results) per pass
-        self._order: dict[bool, list[str]] = {False: [], True: []}  # names of self- and of cross-attention layers
+        self._seen = Layers(model)
         self._store = Store()
         self._calls = 0
-        self._forward: Any = None
-        self._counts: dict[str, int] = {}
         self._in_generation = False
-        self._loops = False
         self._missed: dict[str, int] = {}
-        self._names: dict[int, str] = {}
         self._watch: Watch | None = None
-        self._attached = False
 
     def __enter__(self) -> Lens:
         if self._watch is not None:
             raise RuntimeError("this lens is open already; for another look at the same run open another Lens(model)")
-        for name, module in self.model.named_modules():
-            self._names[id(module)] = words.clean(name)  # of nested wrappers the innermost says it last
         self._watch = here()
-        self._attached = huggingface.attach(lambda *given: here().from_interface(*given))
         self._watch.open(self)
         return self
 
@@ -116,9 +109,8 @@ class Lens:
     ) -> None:
         if self._watch is not None:
             self._watch.close(self)  # it may have been opened in another thread
-        if self._attached:
-            huggingface.detach()
-        self._watch, self._attached, self._forward = None, False, None
+        self._watch = None
+        self._seen.forget()
         if kind is None and self._missed:
             warnings.warn(words.missed(self._missed), stacklevel=2)
         elif kind is None and not self._calls:
@@ -131,14 +123,14 @@ class Lens:
     @property
     def names(self) -> tuple[str, ...]:
         """The self-attention layers seen, in the order of their numbers."""
-        return tuple(self._order[False])
+        return tuple(self._seen.order[False])
 
     def __len__(self) -> int:
-        return len(self._order[False])
+        return len(self._seen.order[False])
 
     def __iter__(self) -> Iterator[Call]:
         """The self-attention layers that were kept, each as in `lens[n]`."""
-        return (self._last(name) for name in self._order[False] if name in self._records)
+        return (self._last(name) for name in self._seen.order[False] if name in self._records)
 
     def __getitem__(self, layer: int | str) -> Call:
         """A layer's calls in its last pass, as one `Call`: by number among the self-attention layers, or by name."""
@@ -155,8 +147,8 @@ class Lens:
 
     def clear(self) -> None:
         """Forget everything seen so far, and the numbers of the layers."""
-        self._records, self._order, self._store = {}, {False: [], True: []}, Store()
-        self._calls, self._forward, self._missed = 0, None, {}
+        self._records, self._seen, self._store = {}, Layers(self.model), Store()
+        self._calls, self._missed = 0, {}
 
     def heads(self, tokens: Any, tokenizer: Any = None, layers: str | Collection[int] | None = None) -> Heads:
         """What kind each head of the self-attention layers is: a table with one row per layer and head.
@@ -203,7 +195,7 @@ class Lens:
             return
         if self._watch is None:
             raise RuntimeError("lens.record is for calls while the lens is open: call it within `with Lens(model)`")
-        running = self._known(frames.running())
+        running = self._seen.known(frames.running())
         if not running and not name:
             raise ValueError(
                 "lens.record was called outside the model's modules, whose names a layer is called by: give it a name="
@@ -224,30 +216,22 @@ class Lens:
     # Seeing.
 
     def _receive(self, call: Call, running: list[frames.Running]) -> None:
-        if known := self._known(running):  # else it is another model's
+        if known := self._seen.known(running):  # else it is another model's
             self._see(call, known)
 
     def _miss(self, reason: str, running: list[frames.Running]) -> None:
-        if self._known(running):
+        if self._seen.known(running):
             self._missed[reason] = self._missed.get(reason, 0) + 1
 
-    def _known(self, running: list[frames.Running]) -> list[frames.Running]:
-        return [module for module in running if id(module.module) in self._names]
-
     def _see(self, call: Call, running: list[frames.Running]) -> None:
-        module = running[-1].module if running else None
-        name = call.name or (self._names[id(module)] if module is not None else "")
-        name = name or type(getattr(self.model, "_orig_mod", self.model)).__name__
         self._calls += 1
-        forward = running[0].call if running else None
-        if forward is None or forward is not self._forward:
-            self._forward, self._counts, self._in_generation, self._loops = forward, {}, False, False
+        if self._seen.begins(running):
+            self._in_generation = False
+        name = call.name or self._seen.name(running)
         call.cross = call.cross or words.says_cross(name)
-        name, match = self._which(name, call)
-        order = self._order[call.cross]
-        if name not in order:
-            order.append(name)
-        call.name, call.index, call.module = name, order.index(name), module
+        call.name, call.index = self._seen.number(name, call.cross, lambda name: self._match(name, call))
+        call.module = running[-1].module if running else None
+        match = self._match(call.name, call)
         if self._layers is not None and call.index not in self._layers:
             return
         if not self._values and self._on_call is None:
@@ -257,18 +241,6 @@ class Lens:
         if self._on_call is not None:
             self._on_call(call)
         self._keep(replace(call, value=call.value if self._values else None), match)
-
-    def _which(self, name: str, call: Call) -> tuple[str, Match | None]:
-        """The layer that a call of a module belongs to, and how it goes on from the layer's last one."""
-        count = self._counts.get(name, 0)
-        if count and (self._loops or not call.cross):
-            for n in range(count):  # a model that generates in its forward: another step, not another layer
-                if match := self._match(words.numbered(name, n), call):
-                    self._loops = True
-                    return words.numbered(name, n), match
-        self._counts[name] = count + 1
-        name = words.numbered(name, count)  # a module that is used again, as in ALBERT
-        return name, self._match(name, call)
 
     def _match(self, name: str, call: Call) -> Match | None:
         last = self._records.get(name, [None])[-1]
@@ -308,7 +280,7 @@ class Lens:
         layer = as_int(layer)  # type: ignore[assignment]
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise TypeError(f"a layer is chosen by its number or name, one at a time, not {layer!r}")
-        order, kind = self._order[cross], "cross-attention" if cross else "self-attention"
+        order, kind = self._seen.order[cross], "cross-attention" if cross else "self-attention"
         if not -len(order) <= layer < len(order):
             raise IndexError(f"layer {layer} is out of range: the lens saw {len(order)} {kind} layers")
         if order[layer] not in self._records:
@@ -352,7 +324,7 @@ class _Cross:
         self._lens = lens
 
     def __len__(self) -> int:
-        return len(self._lens._order[True])
+        return len(self._lens._seen.order[True])
 
     def __getitem__(self, layer: int | str) -> Call:
         return self._lens._last(self._lens._find(layer, cross=True))
@@ -362,7 +334,7 @@ class _Cross:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._lens._order[True])
+        return tuple(self._lens._seen.order[True])
 
     def passes(self, layer: int | str) -> tuple[Call, ...]:
         return self._lens._passes(self._lens._find(layer, cross=True))

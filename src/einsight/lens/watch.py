@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 import einsight as es
-from einsight.lens import compiled, frames, multihead
+from einsight.lens import compiled, frames, huggingface, multihead
 from einsight.lens.call import Call, from_sdpa
 from einsight.lens.rules import Rule
 from einsight.problem import autocast
@@ -46,6 +46,7 @@ class Watch(TorchFunctionMode):
         self.cross = False  # whether a multi-head attention that is running looks at other tokens than its own
         self._thread = threading.get_ident()
         self._entered = False
+        self._attached: dict[Lens, bool] = {}
 
     # Lenses come and go.
 
@@ -54,9 +55,12 @@ class Watch(TorchFunctionMode):
             self.__enter__()
             self._entered = True
         self.lenses.append(lens)
+        self._attached[lens] = huggingface.attach(lambda *given: here().from_interface(*given))
 
     def close(self, lens: Lens) -> None:
         self.lenses.remove(lens)
+        if self._attached.pop(lens):
+            huggingface.detach()
         # Another thread can't take the mode off this one's; it stays, without anyone listening.
         if not self.lenses and threading.get_ident() == self._thread:
             self.__exit__(None, None, None)
