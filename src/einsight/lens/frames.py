@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 _CALL = frozenset(("_wrapped_call_impl", "_call_impl"))
 _FILE = nn.Module._call_impl.__code__.co_filename
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
 
 
@@ -36,6 +37,14 @@ def running() -> list[Running]:
             own = frame.f_locals
             found.append(Running(own["self"], own["kwargs"]))
     return found[::-1]
+
+
+def unwatched(function: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
+    """A copy of a function of PyTorch's that believes that nobody is looking, and so doesn't hand itself to a mode."""
+    scope = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *tensors: False), **changes}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def find(source: str) -> nn.Module | None:

@@ -101,14 +101,14 @@ class Lens:
         if self._watch is not None:
             raise RuntimeError("this lens is open already; for another look at the same run open another Lens(model)")
         self._watch = here()
-        self._watch.open(self)
+        self._watch.open(self, self._watch.lenses)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._watch is not None:
-            self._watch.close(self)  # it may have been opened in another thread
+            self._watch.close(self, self._watch.lenses)  # it may have been opened in another thread
         self._watch = None
         self._seen.forget()
         if kind is None and self._missed:

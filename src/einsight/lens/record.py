@@ -244,6 +244,11 @@ def _written(call: Call) -> tuple[int, Call]:
     return end, replace(call, key=call.key[:, :, :end], value=value, rule=rule, settings=settings)
 
 
+def written(call: Call) -> Call:
+    """The call without a static cache's room."""
+    return _written(call)[1]
+
+
 def _plain(piece: Piece) -> Rule:
     """A rule that was given as one of Einsight's masks, in the form that joins."""
     if not isinstance(piece.rule.other, es.Mask):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from einsight.lens.call import Call, make
 from einsight.lens.compiled import report
+from einsight.lens.faces import Face, interface
 from einsight.lens.rules import Rule
 
 _lock = threading.Lock()
@@ -24,7 +25,7 @@ _users = 0
 _original: Any = None
 
 
-def attach(run: Callable[[Callable[[], Call], Callable[..., Any], tuple, dict], Any]) -> bool:
+def attach(run: Callable[[Face, Callable[..., Any], tuple, dict], Any]) -> bool:
     """Let `run` run every attention function that a Hugging Face model looks up, until `detach`.
 
     False if there is nothing to attach to.
@@ -65,12 +66,11 @@ def _watched(function: Callable[..., Any], kind: str, run: Callable[..., Any]) -
     if reading is None:
         return function  # computes through something else that is seen, or isn't
 
-    @functools.wraps(function)
-    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        def call() -> Call:
-            return reading(module, query, key, value, *args, **kwargs)
+    face = interface(reading)
 
-        return run(call, function, (module, query, key, value, *args), kwargs)
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return run(face, function, args, kwargs)
 
     return watched
 
@@ -89,7 +89,7 @@ def _reporting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _eager(module, query, key, value, *args, **kwargs) -> Call:
-    return make(query, key, value, **_given(module, *args, **kwargs))
+    return make(query, key, value, **_given(module, *args, **kwargs), dropout=kwargs.get("dropout", 0.0))
 
 
 def _given(module, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=N
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and query.shape[2] > 1 and attention_mask is None
-    return make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling)
+    return make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling, dropout=dropout)
 
 
 def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, **kwargs) -> Call:
@@ -118,7 +118,15 @@ def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=
     window = kwargs.get("sliding_window")
     keep = None if attention_mask is None else attention_mask[:, -j:].bool()
     call = make(
-        query, key, value, None, scale=scaling, softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"), offset=j - i
+        query,
+        key,
+        value,
+        None,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sink=kwargs.get("s_aux"),
+        offset=j - i,
+        dropout=dropout,
     )
     call.rule = Rule(causal=bool(is_causal), left=window - 1 if window and is_causal else None, keep=keep)
     return call
