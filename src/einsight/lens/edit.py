@@ -101,6 +101,8 @@ class Edit:
         self._layers = _checked_layers(layers, self._seen)
         self._met: set[int | str] = set()
         self._ends: dict[str, Any] = {}
+        self._follows = weights is not None or isinstance(output, Lens)  # another run's rows, by position
+        self._keys: dict[str, Tensor] = {}
         self._calls = 0
         self._watch: Watch | None = None
 
@@ -116,7 +118,7 @@ class Edit:
     ) -> None:
         if self._watch is not None:
             self._watch.close(self, self._watch.edits)
-        self._watch = None
+        self._watch, self._keys = None, {}
         self._seen.forget()
         if kind is None and not self._calls:
             raise LookupError(f"nothing was edited: {words.nothing_seen(self.model)}")
@@ -140,6 +142,8 @@ class Edit:
         call.name = name
         if not self._is_chosen(name, index, call.cross):
             return None
+        if self._follows and not again:
+            self._check_window(name, call)
         h = call.query.shape[1]
         heads = range(h) if self._heads is None else numbers(as_axis(self._heads, h, "heads")).tolist()
         return Site(name, call.cross, list(heads))
@@ -173,6 +177,18 @@ class Edit:
         if isinstance(call.offset, int):
             self._ends[name] = call.offset + call.query.shape[2]
         return name, index
+
+    def _check_window(self, name: str, call: Call) -> None:
+        """Refuse a cache that keeps the last keys only: its steps don't tell their position."""
+        key, before = patches.written(call).key[:, :1].detach(), call.offset
+        last, self._keys[name] = self._keys.get(name), key
+        if last is None or not isinstance(before, int) or not 0 < before < last.shape[2]:
+            return
+        if last.shape[0] == key.shape[0] and torch.equal(key[:, :, :before], last[:, :, last.shape[2] - before :]):
+            raise ValueError(
+                f"layer {name!r} keeps only a window of keys in its cache, so a step's position, and with it the row "
+                "of the other run, can't be told: use a cache that keeps all keys, such as DynamicCache()"
+            )
 
     def _recomputed(self, name: str, call: Call) -> tuple[str, int]:
         order = self._seen.order[call.cross]
@@ -216,7 +232,8 @@ class Edit:
             clean = self._clean(given, site, "output=")
             made = patches.output_of(patches.rows(clean, patches.written(call), "output="))[:, heads]
         elif isinstance(given, Tensor):
-            if len(given.shape) > 4 or torch.broadcast_shapes(given.shape, own.shape) != own.shape:
+            sizes = given.shape[::-1]
+            if given.ndim > 4 or any(n not in (1, m) for n, m in zip(sizes, own.shape[::-1], strict=False)):
                 raise ValueError(
                     f"output= has shape {list(given.shape)}, which does not broadcast to layer {site.name!r}'s "
                     f"[b, h, i, e] = {list(own.shape)}"

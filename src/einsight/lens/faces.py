@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -60,4 +61,5 @@ def interface(read: Callable[..., Call]) -> Face:
 def dense(weights: Float[Tensor, "b h i j"], call: Call, heads: list[int]) -> Float[Tensor, "b h i j"]:
     """A model's own weights with those of the edited heads in their place."""
     edited = call.weights.select(heads=heads).dense().to(weights.dtype)
+    edited = F.pad(edited, (0, weights.shape[-1] - edited.shape[-1]))  # room in a static cache
     return weights.index_copy(1, torch.tensor(heads, device=weights.device), edited)
