@@ -4,5 +4,6 @@ from einsight.lens.call import Call
 from einsight.lens.edit import Edit
 from einsight.lens.heads import Heads
 from einsight.lens.lens import Lens
+from einsight.lens.sweep import effects
 
-__all__ = ["Call", "Edit", "Heads", "Lens"]
+__all__ = ["Call", "Edit", "Heads", "Lens", "effects"]
