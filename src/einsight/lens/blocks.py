@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """A self-attention layer as it ran: its name and number, its heads, and how many blocks had begun before it."""
 
     name: str
-    index: int
+    number: int
     heads: int
     block: int
     shape: torch.Size

@@ -239,16 +239,16 @@ class Edit:
                     f"[b, h, i, e] = {list(own.shape)}"
                 )
             made = given.expand(own.shape)[:, heads]
-        elif given == "mean":
+        elif isinstance(given, tuple):
+            clean = self._clean(given[1], site, "output=")
+            made = patches.mean(patches.output_of(clean), clean, across=True)[:, heads]
+        else:
             if not call.cross and call.query.shape[2] != patches.written(call).key.shape[2]:
                 raise ValueError(
                     'output="mean" is over the positions of one run, but with a cache a step has only its own; '
                     'take the mean of a reference run: output=("mean", lens)'
                 )
             made = patches.mean(own, call, across=False)[:, heads]
-        else:
-            clean = self._clean(given[1], site, "output=")
-            made = patches.mean(patches.output_of(clean), clean, across=True)[:, heads]
         made = made.to(own.device, own.dtype).expand(own.shape[0], len(heads), *own.shape[2:])
         return made if len(heads) == own.shape[1] else own.index_copy(1, heads, made)
 

@@ -61,6 +61,8 @@ class Each:
     def _patched(self, edit: Edit, site: Site, call: Call, own: Tensor) -> Tensor:
         if edit._weights is None:
             return edit._replaced(site, call, own)
+        if call.value is None:
+            raise ValueError(f"layer {site.name!r} tells no values: call nn.MultiheadAttention with need_weights=False")
         clean = patches.rows(edit._clean(edit._weights, site, "weights="), call, "weights=")
         value = per_head(call.value, own.shape[1])[:, site.heads].to(clean.query.dtype)
         heads = torch.tensor(site.heads, device=own.device)

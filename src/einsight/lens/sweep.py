@@ -103,17 +103,19 @@ class _Run:
 
     def heads(self, places: list[Place], change: dict[str, Any], progress: bool) -> Table:
         columns: dict[str, list] = {"layer": [], "head": [], "change": [], "metric": []}
-        together = self._goes_together(places[-1], change)
+        tried = self._together(places[-1], change)
         for place in _shown(places, progress):
-            columns["layer"] += [place.index] * place.heads
-            columns["head"] += list(range(place.heads))
-            columns["metric"] += self._of_heads(place, change, list(range(place.heads)), together)
+            heads = list(range(place.heads))
+            columns["layer"] += [place.number] * place.heads
+            columns["head"] += heads
+            of_this = tried if place is places[-1] else None
+            columns["metric"] += of_this or self._of_heads(place, change, heads, tried is not None)
         return self._table(columns)
 
     def layers(self, places: list[Place], change: dict[str, Any], progress: bool) -> Table:
         columns: dict[str, list] = {"layer": [], "change": [], "metric": []}
         for place in _shown(places, progress):
-            columns["layer"].append(place.index)
+            columns["layer"].append(place.number)
             columns["metric"].append(self._one(place.block, Edit(self.model, layers=place.name, **change)))
         return self._table(columns)
 
@@ -152,15 +154,16 @@ class _Run:
             found += self._several(place.block, Each(self.model, edits[n : n + size], self.b), len(edits[n : n + size]))
         return found
 
-    def _goes_together(self, place: Place, change: dict[str, Any]) -> bool:
-        """Whether copies side by side give what single runs give: tried out where it is cheapest."""
+    def _together(self, place: Place, change: dict[str, Any]) -> list[float] | None:
+        """A layer's metrics from copies side by side, if a single run gives the same."""
         if not self._splits() or place.heads < 2:
-            return False
+            return None
         found = self._of_heads(place, change, list(range(place.heads)), True)
         largest = max(range(place.heads), key=lambda n: abs(found[n] - self.base))
         alone = self._of_heads(place, change, [largest], False)[0]
         # Far more than rounding and far less than what a metric over the whole batch, such as a loss, is off.
-        return abs(found[largest] - alone) <= 1e-2 * abs(alone - self.base) + 1e-5 * max(1, abs(self.base))
+        allowed = 1e-2 * abs(alone - self.base) + 1e-5 * max(1, abs(self.base))
+        return found if abs(found[largest] - alone) <= allowed else None
 
     def _splits(self) -> bool:
         """Whether inputs and output are over sequences, as far as can be seen."""
@@ -214,7 +217,7 @@ class _Run:
 def _chosen(places: list[Place], layers: Collection[int] | None) -> list[Place]:
     if layers is None:
         return places
-    numbered = {place.index: place for place in places}
+    numbered = {place.number: place for place in places}
     missing = [n for n in layers if n not in numbered]
     if missing:
         raise ValueError(f"layers names {missing}, but the model ran {len(places)} self-attention layers")
