@@ -162,6 +162,18 @@ def test_clip_ours(kv_heads):
     )
 
 
+@pytest.mark.parametrize("settings", [{}, {"kdim": 16, "vdim": 12, "bias": False}])
+def test_clip_of_torch(settings):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(16, 4, batch_first=True, **settings)
+    x, value = torch.randn(2, 6, 16), torch.randn(2, 6, 12 if settings else 16)
+    with torch.no_grad():
+        (layer.q_proj_weight if settings else layer.in_proj_weight)[8:16] *= 500
+        if not settings:
+            layer.in_proj_bias.normal_()
+    clipped(layer, "MultiheadAttention", lambda: layer(x, x, value))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 def test_clip_llama(name):
     pytest.importorskip("transformers")
@@ -191,8 +203,8 @@ def test_clip_refuses():
     plain = es.nn.MultiHeadAttention(8, 2)
     x = torch.randn(1, 5, 8)
     for model, run, said in [
-        (GPT("sdpa"), lambda model: model(IDS), "'blocks.0.attention' is a Attention: qk_clip knows"),
-        (es.nn.MultiHeadAttention(8, 2, qk_norm=1e-6), lambda model: model(x), "norms its queries and keys"),
+        (GPT("sdpa"), lambda model: model(IDS), "'blocks.0.attention' is of Attention: qk_clip knows"),
+        (es.nn.MultiHeadAttention(8, 2, qk_norm=1e-6), lambda model: model(x), "which norms queries and keys"),
         (es.nn.MultiHeadAttention(8, 2, softcap=5.0), lambda model: model(x), "caps its scores by tanh"),
     ]:
         monitor, state = Monitor(model), {k: v.clone() for k, v in model.state_dict().items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,10 @@ from einsight.nn import MultiHeadAttention
 
 
 class _Projections(NamedTuple):
-    query: nn.Linear
-    key: nn.Linear
+    """What makes queries and keys of a layer's inputs: weights and biases with a row for each dimension of each head."""
+
+    query: list[Tensor]
+    key: list[Tensor]
     head_dim: int
 
 
@@ -29,7 +30,8 @@ def qk_clip(model: nn.Module, monitor: Monitor, tau: float = 100.0, group: Any =
     that heads share (QK-Clip; Kimi Team 2025, arXiv:2507.20534). Works in place, and waits for no device.
 
     Arguments:
-        model: holds `einsight.nn.MultiHeadAttention`, or attention of Hugging Face's Llama family (`q_proj`, `k_proj`).
+        model: holds `einsight.nn.MultiHeadAttention`, `nn.MultiheadAttention`, or attention of Hugging Face's Llama
+            family (`q_proj`, `k_proj`).
         monitor: a `Monitor` on it, after a step.
         tau: the largest score allowed.
         group: a process group over whose ranks the largest scores are taken.
@@ -76,7 +78,7 @@ def qk_clip(model: nn.Module, monitor: Monitor, tau: float = 100.0, group: Any =
     for module, projections in told:
         gamma = torch.where(scores[module] > tau, tau / scores[module], 1.0)
         h = len(gamma)
-        shared = projections.key.out_features // projections.head_dim != h
+        shared = len(projections.key[0]) // projections.head_dim != h
         _scale(projections.query, gamma if shared else gamma.sqrt())
         if not shared:
             _scale(projections.key, gamma.sqrt())
@@ -86,28 +88,34 @@ def qk_clip(model: nn.Module, monitor: Monitor, tau: float = 100.0, group: Any =
 
 def _projections(module: nn.Module, name: str) -> _Projections:
     kind = type(module).__name__
-    if isinstance(module, MultiHeadAttention):
-        found, norms = _Projections(module.query, module.key, module.head_dim), (module.query_norm, module.key_norm)
+    if isinstance(module, nn.MultiheadAttention):
+        return _of_torch(module)
+    names = ("query", "key") if isinstance(module, MultiHeadAttention) else ("q_proj", "k_proj")
+    query, key, head_dim = (getattr(module, n, None) for n in (*names, "head_dim"))
+    if not isinstance(query, nn.Linear) or not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
+        raise ValueError(
+            f"{name!r} is of {kind}: qk_clip knows einsight.nn.MultiHeadAttention, nn.MultiheadAttention and Hugging "
+            "Face's Llama family, whose attention has linear q_proj and k_proj and head_dim"
+        )
+    if any("norm" in child for child, _ in module.named_children()):
+        raise ValueError(f"{name!r} is of {kind}, which norms queries and keys: its scores don't follow the weights")
+    return _Projections(*([t for t in (p.weight, p.bias) if t is not None] for p in (query, key)), head_dim)
+
+
+def _of_torch(module: nn.MultiheadAttention) -> _Projections:
+    """PyTorch keeps the three projections in one tensor if they are alike, and their biases always."""
+    m = module.embed_dim
+    if module.in_proj_weight is None:
+        query, key = [module.q_proj_weight], [module.k_proj_weight]
     else:
-        query, key, head_dim = (getattr(module, n, None) for n in ("q_proj", "k_proj", "head_dim"))
-        if not isinstance(query, nn.Linear) or not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
-            raise ValueError(
-                f"{name!r} is a {kind}: qk_clip knows einsight.nn.MultiHeadAttention and Hugging Face's Llama family, "
-                "whose attention has linear q_proj and k_proj and head_dim"
-            )
-        found = _Projections(query, key, head_dim)
-        norms = tuple(_norms(module))
-    if any(norm is not None for norm in norms):
-        raise ValueError(f"{name!r} is a {kind} that norms its queries and keys: its scores don't follow the weights")
-    return found
+        query, key = [module.in_proj_weight[:m]], [module.in_proj_weight[m : 2 * m]]
+    if module.in_proj_bias is not None:
+        query.append(module.in_proj_bias[:m])
+        key.append(module.in_proj_bias[m : 2 * m])
+    return _Projections(query, key, module.head_dim)
 
 
-def _norms(module: nn.Module) -> Iterator[nn.Module]:
-    return (child for name, child in module.named_children() if "norm" in name)
-
-
-def _scale(projection: nn.Linear, by: Float[Tensor, " h"]) -> None:
-    for weight in (projection.weight, projection.bias):
-        if weight is not None:
-            rows = by.to(weight.device, weight.dtype).repeat_interleave(len(weight) // len(by))
-            weight.mul_(rows.view(-1, *[1] * (weight.ndim - 1)))
+def _scale(weights: list[Tensor], by: Float[Tensor, " h"]) -> None:
+    for weight in weights:
+        rows = by.to(weight.device, weight.dtype).repeat_interleave(len(weight) // len(by))
+        weight.mul_(rows.view(-1, *[1] * (weight.ndim - 1)))
