@@ -30,14 +30,21 @@ def loss(heads=()) -> float:
 with torch.inference_mode(), Lens(model) as lens:
     model(tokens, use_cache=False)
 table = lens.heads(tokens)
-best = [(row["layer"], row["head"]) for row in table.sort("induction").top(5)]
-others = [(layer, head) for layer, head in zip(table["layer"], table["head"], strict=True) if (layer, head) not in best]
 
+
+def strongest(kind: str, count: int) -> list[tuple[int, int]]:
+    return [(row["layer"], row["head"]) for row in table.sort(kind).top(count)]
+
+
+# A head that looks back at the last token tells induction heads in later layers what came before each token.
+induction, previous = strongest("induction", 1), strongest("previous", 1)
 plain = loss()
 print(f"nothing ablated: loss {plain:.2f}")
-for count in (1, 3, 5):
-    named = ", ".join(f"{layer}.{head}" for layer, head in best[:count])
-    print(f"{count} induction heads ({named}): {loss(best[:count]) - plain:+.2f}")
+for name, heads in (("induction", induction), ("previous token", previous), ("both", induction + previous)):
+    named = ", ".join(f"{layer}.{head}" for layer, head in heads)
+    print(f"{name} ({named}): {loss(heads) - plain:+.2f}")
+kinds = strongest("induction", 10) + strongest("previous", 10)
+others = [head for head in zip(table["layer"], table["head"], strict=True) if head not in kinds]
 draw = random.Random(0)
 changes = sorted(loss(draw.sample(others, 10)) - plain for _ in range(5))
-print(f"ten random heads, five times: {', '.join(f'{change:+.2f}' for change in changes)}; median {changes[2]:+.2f}")
+print(f"ten random heads of other kinds, five times: {', '.join(f'{change:+.2f}' for change in changes)}")
