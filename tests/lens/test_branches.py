@@ -1,5 +1,6 @@
 """Passes that go back: caches that are cropped, copied for several continuations, or begun before the lens."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,8 @@ from lens.architectures import build
 from lens.test_generation import CLOSE, compare, weights_of
 from torch import nn
 
-from einsight.lens import Lens
+import einsight as es
+from einsight.lens import Edit, Lens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 
@@ -89,6 +91,29 @@ def test_beams_in_a_sliding_window():
     assert cache.layers[0].keys.shape[2] == 3  # a window of 4 keys, less the newest
     assert len(lens.passes(0)) == 1
     compare(lens, weights_of("mistral", "sdpa", ids))
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_biases_that_are_rules_hold_for_all_steps(edited):
+    class Attend(nn.Module):
+        def forward(self, q, k):
+            bias = es.alibi(torch.tensor([0.5, 0.25]))
+            return es.attention(q, k, k, es.causal(), offset=k.shape[2] - q.shape[2], bias=bias)
+
+    model, q, k = Attend(), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    steer = Edit(model, heads=[1], bias=es.alibi(torch.tensor([3.0, 3.0])))
+    cut = Edit(model, heads=[1], bias=torch.tensor(0.0), mask=~es.pairs(-1, 0))
+    with steer, cut if edited else contextlib.nullcontext(), Lens(model) as lens:
+        model(q[:, :, :3], k[:, :, :3])
+        model(q[:, :, 3:5], k[:, :, :5])
+        model(q[:, :, 5:], k)
+    assert len(lens.passes(0)) == 1
+    found = lens[0].weights.dense()
+    expected = es.AttentionWeights(q, k, es.causal(), bias=es.alibi(torch.tensor([0.5, 3.25]))).dense()
+    torch.testing.assert_close(found[:, 0], expected[:, 0])
+    rows = [0, 1, 3] if edited else range(6)
+    torch.testing.assert_close(found[:, 1, rows], expected[:, 1, rows])
+    assert bool((found[:, 1, [2, 4, 5], 0] == 0).all()) == edited
 
 
 def test_a_model_that_generates_in_its_forward():

@@ -14,10 +14,10 @@ from einsight.nn import MultiHeadAttention
 
 
 class _Projections(NamedTuple):
-    """What makes queries and keys of a layer's inputs: weights and biases with a row for each dimension of each head."""
+    """What makes a layer's queries and keys: weights and biases, a row for each dimension of each head."""
 
-    query: list[Tensor]
-    key: list[Tensor]
+    query: tuple[Tensor, ...]
+    key: tuple[Tensor, ...]
     head_dim: int
 
 
@@ -99,23 +99,25 @@ def _projections(module: nn.Module, name: str) -> _Projections:
         )
     if any("norm" in child for child, _ in module.named_children()):
         raise ValueError(f"{name!r} is of {kind}, which norms queries and keys: its scores don't follow the weights")
-    return _Projections(*([t for t in (p.weight, p.bias) if t is not None] for p in (query, key)), head_dim)
+    return _Projections(_rows(query.weight, query.bias), _rows(key.weight, key.bias), head_dim)
 
 
 def _of_torch(module: nn.MultiheadAttention) -> _Projections:
     """PyTorch keeps the three projections in one tensor if they are alike, and their biases always."""
-    m = module.embed_dim
+    m, bias = module.embed_dim, module.in_proj_bias
     if module.in_proj_weight is None:
-        query, key = [module.q_proj_weight], [module.k_proj_weight]
+        query, key = module.q_proj_weight, module.k_proj_weight
     else:
-        query, key = [module.in_proj_weight[:m]], [module.in_proj_weight[m : 2 * m]]
-    if module.in_proj_bias is not None:
-        query.append(module.in_proj_bias[:m])
-        key.append(module.in_proj_bias[m : 2 * m])
-    return _Projections(query, key, module.head_dim)
+        query, key = module.in_proj_weight[:m], module.in_proj_weight[m : 2 * m]
+    query_bias, key_bias = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
+    return _Projections(_rows(query, query_bias), _rows(key, key_bias), module.head_dim)
 
 
-def _scale(weights: list[Tensor], by: Float[Tensor, " h"]) -> None:
+def _rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    return (weight,) if bias is None else (weight, bias)
+
+
+def _scale(weights: tuple[Tensor, ...], by: Float[Tensor, " h"]) -> None:
     for weight in weights:
         rows = by.to(weight.device, weight.dtype).repeat_interleave(len(weight) // len(by))
         weight.mul_(rows.view(-1, *[1] * (weight.ndim - 1)))

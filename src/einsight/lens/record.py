@@ -171,8 +171,12 @@ class Record:
             row += piece.i
         return Rule(other=whole.to(self.key.buffer.device))
 
-    def _bias(self) -> Tensor | None:
-        biases = [None if p.bias is None else p.bias[(None,) * (4 - p.bias.ndim)] for p in self.pieces]
+    def _bias(self) -> Any:
+        first = self.pieces[0].bias
+        if isinstance(first, es.Bias) and all(_alike(first, piece.bias) for piece in self.pieces):
+            return first
+        h = self.query.buffer.shape[1]
+        biases = [_written_out(p.bias, p.i, p.width, p.offset - (p.keys - p.width), h) for p in self.pieces]
         if all(bias is None for bias in biases):
             return None
         b, h = (max(bias.shape[n] for bias in biases if bias is not None) for n in (0, 1))
@@ -198,7 +202,7 @@ class Record:
             dense = (
                 torch.ones(1, 1, last.i, last.width, dtype=torch.bool) if mask is None else _four(_dense(mask, last))
             )
-            bias = None if last.bias is None else last.bias[..., : last.i - gone, :-gone]
+            bias = last.bias[..., : last.i - gone, :-gone] if isinstance(last.bias, Tensor) else last.bias
             rule, _ = recognise(dense[:, :, : last.i - gone, :-gone], last.i - gone, last.width - gone)
             made.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
         return made
@@ -213,8 +217,35 @@ class Record:
 
 
 def _piece(call: Call, offset: Any, keys: int, width: int) -> Piece:
-    bias = call.settings.get("bias")
-    return Piece(call.rule, call.query.shape[2], offset, keys, width, bias if isinstance(bias, Tensor) else None)
+    i, bias = call.query.shape[2], call.settings.get("bias")
+    if isinstance(bias, es.Bias) and not _is_rule(bias):
+        bias = _written_out(bias, i, width, call.offset, call.query.shape[1])
+    return Piece(call.rule, i, offset, keys, width, bias)
+
+
+def _is_rule(bias: es.Bias) -> bool:
+    """Whether a bias speaks of positions alone, and so of all steps of a generation."""
+    inner = [part for part in vars(bias).values() if isinstance(part, es.Bias)]
+    return all(map(_is_rule, inner)) if inner else bias.positional
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, es.Bias):
+        return all(_alike(part, vars(b)[name]) for name, part in vars(a).items())
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def _written_out(bias: Any, i: int, j: int, offset: Any, h: int) -> Tensor | None:
+    """A bias as a tensor [b, h, i, j]: the scores where there is nothing else."""
+    if isinstance(bias, es.Bias):
+        device = bias.tensors[0].device
+        query, key = torch.zeros(1, h, i, 1, device=device), torch.zeros(1, h, j, 1, device=device)
+        return es.AttentionWeights(query, key, bias=bias, offset=offset).scores()
+    return None if bias is None else _four(bias)
 
 
 def _may_be_static(call: Call) -> bool:
