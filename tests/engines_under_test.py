@@ -24,6 +24,6 @@ def using(engine: str) -> Iterator[str]:
             patch.setattr(stream, "SCORES", {"cpu": 96})
             engine = "stream"
         if engine == "auto without native":
-            patch.setattr(native, "kernel", None)
+            patch.setattr(native.operations, "kernel", None)
             engine = "auto"
         yield engine

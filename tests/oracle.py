@@ -32,7 +32,7 @@ class Case:
     sink: Tensor | None = None
     offset: int | list[int] = 0
     learned: dict[str, Tensor] = field(default_factory=dict)  # bias tensors, slopes, tables and sinks
-    _allowed: Tensor | None = field(default=None, init=False)
+    _allowed: Tensor | None = field(default=None)  # asked once, kept by copies
 
     def __repr__(self) -> str:
         shapes = [list(t.shape) for t in (self.query, self.key, self.value)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import oracle
@@ -11,6 +10,7 @@ import torch
 from cases import cases, readouts_for
 from checks import ORDERS, check_close, coarser, drawing
 from engines_under_test import ENGINES, using
+from gradients import gradients, loss, low_precision, of_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Case
@@ -54,34 +54,6 @@ def test_forward(engine: str, case: Case, data: Any) -> None:
             check_close(n, seen[n], expected(right), [expected(o) for o in low], finer)
 
 
-def loss(results: dict[str, Tensor], seed: int) -> Tensor:
-    """A random linear function of all that is finite in the results."""
-    generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64)
-    for name in sorted(results):
-        x = results[name]
-        factors = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        total = total + (torch.where(x.isfinite(), x, 0).double() * factors).sum()
-    return total
-
-
-def gradients(total: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not total.requires_grad:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
-
-
-def oracle_gradients(
-    case: Case, readouts: dict[str, Any], dtype: torch.dtype, order: int, seed: int
-) -> dict[str, Tensor]:
-    operands = {n: getattr(case, n).detach().to(dtype).requires_grad_() for n in ("query", "key", "value")}
-    o = oracle.attend(replace(case, **operands), dtype, order)
-    found = {n: expected(o) for n, (_, expected) in readouts.items()}
-    found = {n: x[0] if isinstance(x, tuple) else x for n, x in found.items()}
-    return gradients(loss({"": o["output"], **found}, seed), {**operands, **case.learned})
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @relaxed
 @given(case=cases(dtypes=[torch.float32, torch.float64, torch.bfloat16]), data=st.data(), seed=st.integers(0, 1000))
@@ -99,12 +71,8 @@ def test_gradients(engine: str, case: Case, data: Any, seed: int) -> None:
         results = {n: x[0] if isinstance(x, tuple) else x for n, x in seen.items()}
         got = gradients(loss({"": output, **results}, seed), {**operands, **case.learned})
     dtype, finer = coarser(case.query.dtype)
-    right = oracle_gradients(case, readouts, torch.float64, 0, seed)
-    # A gradient may be a single number, on which the formula is right by luck: its error is taken over several losses.
-    low = []
-    for order in range(ORDERS):
-        coarse, exact = (oracle_gradients(case, readouts, t, order, seed + order) for t in (dtype, torch.float64))
-        low.append({n: right[n].double() + (coarse[n].double() - exact[n].double()) for n in right})
+    right = of_oracle(case, readouts, torch.float64, 0, seed)
+    low = low_precision(case, readouts, dtype, right, seed)
     for n, gradient in got.items():
         assert gradient.isfinite().all(), n
         check_close(f"gradient of {n}", gradient, right[n].double(), [x[n] for x in low], finer)

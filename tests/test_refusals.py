@@ -20,7 +20,7 @@ W = es.AttentionWeights(q, k)
 @pytest.fixture(autouse=True)
 def without_a_compiled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which engines can do what another can't is said in the same words wherever the suite runs."""
-    monkeypatch.setattr(native, "kernel", None)
+    monkeypatch.setattr(native.operations, "kernel", None)
 
 
 pytestmark = pytest.mark.usefixtures("without_shape_checks")

@@ -25,9 +25,22 @@ from einsight.biases import alibi
 from einsight.engines import choose, native
 from einsight.functional import attention
 from einsight.functional import scaled_dot_product_attention as textbook
-from einsight.masks import causal, window
+from einsight.masks import allow, causal, documents, window
 from einsight.problem import pose
-from einsight.readouts import Entropy, LogSumExp, MaxScore, Received
+from einsight.readouts import (
+    Diagonal,
+    Distance,
+    Entropy,
+    LogSumExp,
+    Mass,
+    MaxScore,
+    Pool,
+    Readout,
+    Received,
+    Rows,
+    Share,
+    TopK,
+)
 
 Shape = tuple[int, int, int, int]  # b, h, i = j, d
 Ways = dict[str, Callable[[], Any]]
@@ -41,7 +54,7 @@ SHAPES: tuple[Shape, ...] = (
     (8, 12, 128, 64),
     (1, 9, 777, 96),
 )
-GROUPS = ("forward", "readouts", "dense", "window", "decode", "dtypes", "biases", "tiny")
+GROUPS = ("forward", "readouts", "eleven", "masks", "dense", "window", "decode", "dtypes", "biases", "tiny")
 READOUTS = (LogSumExp(), MaxScore(), Entropy(), Received())
 
 
@@ -123,6 +136,30 @@ def cases(flex: bool) -> Iterator[Case]:
             useful,
         )
 
+    shape = SHAPES[1]
+    q, k, v = _tensors(shape)
+    theirs = {"SDPA": partial(sdpa, q, k, v, is_causal=True)}
+    yield Case(
+        "eleven",
+        f"{_name(shape)} + all row and key readouts",
+        theirs | {"einsight": partial(attention, q, k, v, causal(), readouts=_eleven(shape[2]))},
+        _useful(shape),
+    )
+    some = torch.rand(shape[2], shape[2], generator=torch.Generator().manual_seed(0)) < 0.5
+    for what, seen in (("random", some), ("causal", torch.ones_like(some).tril())):
+        ways = {
+            "SDPA with the mask": partial(sdpa, q, k, v, attn_mask=seen),
+            "einsight": partial(attention, q, k, v, allow(seen)),
+        }
+        yield Case("masks", f"{_name(shape)} {what} boolean mask", ways)
+    ids = torch.arange(8192) // 512
+    q, k, v = _tensors((1, 8, 8192, 64))
+    ways = {
+        "SDPA with a mask": partial(sdpa, q, k, v, attn_mask=ids[:, None] == ids),
+        "einsight": partial(attention, q, k, v, documents(ids)),
+    }
+    yield Case("masks", f"documents of 512 in {_name((1, 8, 8192, 64))}", ways)
+
     shape = (32, 8, 512, 64)
     q, k, v = _tensors(shape)
     mask = torch.triu(torch.ones(512, 512), diagonal=1).bool()
@@ -188,6 +225,11 @@ def _five_lines(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, 
     return output, weights
 
 
+def _eleven(i: int) -> tuple[Readout, ...]:
+    others = TopK(8), Share(window(32, 0)), Mass(torch.arange(i) // 256), Rows(range(i - 16, i))
+    return (*READOUTS, *others, Diagonal(-1), Distance(), Pool(64))
+
+
 def _able(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     problem = pose(q, k, v, causal())
     return [name for name in ("native", "stream") if choose.ENGINES[name].refuses(problem) is None]
@@ -248,12 +290,12 @@ def _measure(case: Case, seconds: float, peak: float | None, matmul: float) -> l
 
 def _peak() -> float | None:
     """GFLOP/s of nothing but multiply-adds, on all threads."""
-    if native.kernel is None:
+    if native.operations.kernel is None:
         return None
     threads, best = torch.get_num_threads(), 0.0
     for _ in range(5):
         start = time.perf_counter()
-        operations = native.kernel.peak(20_000_000, threads)
+        operations = native.operations.kernel.peak(20_000_000, threads)
         best = max(best, operations / (time.perf_counter() - start) / 1e9)
     return best
 
@@ -287,7 +329,7 @@ def _status(path: Path, name: str) -> int:
 
 
 def _head(peak: float | None, matmul: float, json: bool, out: Any) -> None:
-    levels = "not compiled" if native.kernel is None else native.kernel.levels[0]
+    levels = "not compiled" if native.operations.kernel is None else native.operations.kernel.levels[0]
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "native": levels, "matmul_gflops": matmul}
     facts["peak_gflops"] = peak
     if json:

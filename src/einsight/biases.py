@@ -24,6 +24,10 @@ class Bias:
         """The bias of one block, in the dtype that the scores are computed in."""
         raise NotImplementedError
 
+    def terms(self) -> tuple[Bias, ...]:
+        """The biases of which this one is the sum."""
+        return (self,)
+
     def __add__(self, other: Bias | Tensor) -> Bias:
         return _Sum(self, as_bias(other))
 
@@ -42,6 +46,9 @@ class _Sum(Bias):
 
     def block(self, at: At, dtype: torch.dtype) -> Float[Tensor, "#b #h #i #j"]:
         return self.left.block(at, dtype) + self.right.block(at, dtype)
+
+    def terms(self) -> tuple[Bias, ...]:
+        return self.left.terms() + self.right.terms()
 
 
 class TensorBias(Bias):

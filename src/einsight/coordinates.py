@@ -56,30 +56,34 @@ def as_int(n: object) -> object:
 def as_axis(chosen: object, size: int, what: str) -> Axis:
     """Numbers chosen by the user (an int, a slice, a range, a list or an int tensor; negative ones count from
     the end) as an axis; refuses what is out of range or not an integer."""
-    chosen = [as_int(n) for n in chosen] if isinstance(chosen, list | tuple) else as_int(chosen)
-    if isinstance(chosen, bool) or not isinstance(chosen, int | slice | range | Sequence | Tensor):
-        raise TypeError(f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {chosen!r}")
     if isinstance(chosen, slice):
-        chosen = range(*chosen.indices(size))
-        index = torch.arange(chosen.start, chosen.stop, chosen.step) if chosen else torch.empty(0)
+        chosen = range(size)[chosen]
+    if isinstance(chosen, list | tuple):
+        chosen = [as_int(n) for n in chosen]
+    elif not isinstance(chosen, range):
+        chosen = as_int(chosen)
+    if isinstance(chosen, bool) or not isinstance(chosen, int | range | Sequence | Tensor):
+        raise TypeError(f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {chosen!r}")
+    if isinstance(chosen, int):
+        chosen = range(chosen, chosen + 1)
+    if isinstance(chosen, range) and chosen.step == 1 and 0 <= chosen.start <= chosen.stop <= size:
+        return chosen if chosen else range(0)  # without a look at a tensor, which torch.compile could not take
+    if isinstance(chosen, Tensor):
+        index = chosen.detach().cpu()
+    elif all(isinstance(n, int) and not isinstance(n, bool) for n in chosen):
+        index = torch.tensor(list(chosen), dtype=torch.int64)
     else:
-        chosen = [chosen] if isinstance(chosen, int) else chosen
-        if isinstance(chosen, Tensor):
-            index = chosen.detach().cpu()
-        elif all(isinstance(n, int) and not isinstance(n, bool) for n in chosen):
-            index = torch.tensor(list(chosen), dtype=torch.int64)
-        else:
-            raise TypeError(f"{what} must hold ints, but got {chosen!r}")
-        if index.dtype.is_floating_point or index.dtype in (torch.bool, torch.complex64) or index.ndim > 1:
-            raise TypeError(
-                f"{what} must be a one-dimensional int tensor, not {index.dtype} {list(index.shape)}"
-                + ("; write mask.nonzero().flatten()" if index.dtype == torch.bool else "")
-            )
-        index = index.reshape(-1).to(torch.int64)
-        outside = index[(index < -size) | (index >= size)]
-        if outside.numel():
-            raise ValueError(f"{what} names {outside[0].item()}, but there are {size} (0 to {size - 1})")
-        index = torch.where(index < 0, index + size, index)
+        raise TypeError(f"{what} must hold ints, but got {chosen!r}")
+    if index.dtype.is_floating_point or index.dtype in (torch.bool, torch.complex64) or index.ndim > 1:
+        raise TypeError(
+            f"{what} must be a one-dimensional int tensor, not {index.dtype} {list(index.shape)}"
+            + ("; write mask.nonzero().flatten()" if index.dtype == torch.bool else "")
+        )
+    index = index.reshape(-1).to(torch.int64)
+    outside = index[(index < -size) | (index >= size)]
+    if outside.numel():
+        raise ValueError(f"{what} names {outside[0].item()}, but there are {size} (0 to {size - 1})")
+    index = torch.where(index < 0, index + size, index)
     if index.numel() == 0:
         return range(0)
     first, last = int(index[0]), int(index[-1])

@@ -123,13 +123,18 @@ class Problem:
         i, j = self.sizes.i, self.sizes.j
         if self.mask is None:
             return Bounds(torch.zeros(1, 1, i, dtype=torch.int64), torch.full((1, 1, i), j), True)
-        cpu = torch.device("cpu")
-        at = At(self.given, self.batch, self.heads, self.queries, range(j), self.positions, cpu)
-        lo, hi, exact = self.mask.bounds(at)
-        lo, hi = _bound(lo, i, j), _bound(hi, i, j)
+        lo, hi, exact = self.mask.bounds(self.whole)
+        lo, hi = per_query(lo, i, j), per_query(hi, i, j)
         if lo.shape != hi.shape:
             lo, hi = torch.broadcast_tensors(lo, hi)
         return Bounds(lo, torch.maximum(lo, hi), exact)
+
+    @property
+    def whole(self) -> At:
+        """The coordinates of the whole problem, on the CPU."""
+        return At(
+            self.given, self.batch, self.heads, self.queries, range(self.sizes.j), self.positions, torch.device("cpu")
+        )
 
     @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
@@ -235,7 +240,8 @@ def _compose(outer: Axis, inner: Axis) -> Axis:
     return numbers(outer)[numbers(inner)]
 
 
-def _bound(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
+def per_query(bound: int | Tensor, i: int, j: int) -> Int[Tensor, "#b #h i"]:
+    """A bound of a mask as numbers of keys, 0 to j."""
     if isinstance(bound, Tensor):
         bound = bound.clamp(0, j).view(1, 1, 1) if bound.ndim == 0 else bound.clamp(0, j).squeeze(-1)
         return bound if bound.shape[-1] == i else bound.expand(*bound.shape[:-1], i)

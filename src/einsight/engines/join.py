@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from einsight.readouts import Shapes
+from einsight.coordinates import numbers
+from einsight.readouts import Readout, Shapes
+
+
+def asked_queries(readout: Readout) -> Int[Tensor, " n"] | None:
+    """The queries that a readout is about, each once and in order; None is all."""
+    if readout.queries is None:
+        return None
+    queries = numbers(readout.queries)
+    return queries if isinstance(readout.queries, range) else queries.unique()
+
+
+def result_of(readout: Readout, parts: tuple[Tensor, ...]) -> Any:
+    """The whole result, from parts that hold each of the asked queries once and in order."""
+    if isinstance(readout.queries, Tensor) and not readout.adds:
+        order = torch.searchsorted(readout.queries.unique(), readout.queries)
+        if not torch.equal(order, torch.arange(len(order))):
+            parts = tuple(part.index_select(2, order.to(part.device)) for part in parts)
+    return readout.join(*parts)
 
 
 class Join:

@@ -20,7 +20,7 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from einsight.coordinates import At, along, numbers
-from einsight.engines.join import Join
+from einsight.engines.join import Join, asked_queries, result_of
 from einsight.engines.products import all_finite, inner, select_product, weighted
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
@@ -304,10 +304,9 @@ class _Answer:
 
     def __init__(self, readout: Readout, problem: Problem):
         self.readout, sizes = readout, problem.sizes
-        self.queries = None if readout.queries is None else numbers(readout.queries).unique()
+        self.queries = asked_queries(readout)
         sizes = sizes if self.queries is None else sizes._replace(i=len(self.queries))
         self.join = Join(readout.shapes(sizes), adds=readout.adds, fill=readout.fill, grad=problem.needs_grad)
-        self.given = readout.queries
 
     def ask(self, block: Block, tile: _Tile) -> tuple[tuple[int, ...], tuple[Tensor, ...]] | None:
         """The place and the parts of the block's piece; None if the readout isn't about any of its queries."""
@@ -324,9 +323,4 @@ class _Answer:
         return (block.item, head, *self.readout.start(block)), parts
 
     def whole(self) -> Any:
-        parts = self.join.whole()
-        if self.queries is not None and self.given is not None and not self.readout.adds:
-            order = torch.searchsorted(self.queries, numbers(self.given))
-            if not torch.equal(order, torch.arange(len(order))):
-                parts = tuple(part.index_select(2, order.to(part.device)) for part in parts)
-        return self.readout.join(*parts)
+        return result_of(self.readout, self.join.whole())

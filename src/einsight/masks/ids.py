@@ -27,7 +27,7 @@ class _Same(Mask):
     def extent(self) -> tuple[int, int]:
         return max(len(self.key_ids), 1 if self.query_ids is None else len(self.query_ids)), 1
 
-    def _ids(self, at: At) -> tuple[Int[Tensor, "#b 1 i 1"], Int[Tensor, "#b 1 1 j"]]:
+    def ids(self, at: At) -> tuple[Int[Tensor, "#b 1 i 1"], Int[Tensor, "#b 1 1 j"]]:
         keys = at.take(self.key_ids[:, None, None, :])
         if self.query_ids is not None:
             return at.take(self.query_ids[:, None, :, None]), keys
@@ -43,7 +43,7 @@ class _Same(Mask):
         return ids.expand(b, -1).gather(1, p.expand(b, -1))[:, None, :, None], keys
 
     def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
-        query_ids, key_ids = self._ids(at)
+        query_ids, key_ids = self.ids(at)
         if query_ids.numel() == 0 or key_ids.numel() == 0:
             return 0, at.sizes.j, False
         b = max(len(query_ids), len(key_ids))
@@ -64,7 +64,7 @@ class _Same(Mask):
         return lo[:, None, :, None], hi[:, None, :, None], exact
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
-        query_ids, key_ids = self._ids(at)
+        query_ids, key_ids = self.ids(at)
         return query_ids == key_ids
 
     def __repr__(self) -> str:

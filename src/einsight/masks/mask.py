@@ -36,6 +36,20 @@ class Mask:
         """Whether each query of a block may see each of its keys."""
         raise NotImplementedError
 
+    # A third way, for engines that compare in place: what a rule is made of.
+
+    def factors(self) -> tuple[Mask, ...]:
+        """The rules of which a query may see what all of them allow."""
+        return (self,)
+
+    def given(self, at: At) -> tuple[Bool[Tensor, "#b #h #i #j"], bool] | None:
+        """The tensor that the rule is, if it is one, and whether True shows a key."""
+        return None
+
+    def ids(self, at: At) -> tuple[Int[Tensor, "#b 1 i 1"], Int[Tensor, "#b 1 1 j"]] | None:
+        """The queries' and the keys' ids, if the rule says that they be alike."""
+        return None
+
     def __and__(self, other: Mask) -> Mask:
         return _And(self, _as_operand(other, "&"))
 
@@ -185,6 +199,9 @@ class _And(Mask):
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return self.left.allowed(at) & self.right.allowed(at)
 
+    def factors(self) -> tuple[Mask, ...]:
+        return self.left.factors() + self.right.factors()
+
     def __repr__(self) -> str:
         return f"({self.left!r} & {self.right!r})"
 
@@ -205,6 +222,9 @@ class _Or(_And):
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return self.left.allowed(at) | self.right.allowed(at)
 
+    def factors(self) -> tuple[Mask, ...]:
+        return (self,)
+
 
 def _within(bounds: tuple[Bound, Bound, bool], j: int) -> tuple[Tensor, Tensor, bool]:
     lo, hi, exact = bounds
@@ -224,6 +244,10 @@ class _Not(Mask):
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return ~self.mask.allowed(at)
+
+    def given(self, at: At) -> tuple[Bool[Tensor, "#b #h #i #j"], bool] | None:
+        found = self.mask.given(at)
+        return None if found is None else (found[0], not found[1])
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"

@@ -84,6 +84,9 @@ class _Dense(Mask):
         named = at.take(self.tensor)
         return named if self.shows else ~named
 
+    def given(self, at: At) -> tuple[Bool[Tensor, "#b #h #i #j"], bool] | None:
+        return at.take(self.tensor), self.shows
+
     def __repr__(self) -> str:
         return f"{'allow' if self.shows else 'forbid'}(tensor{self.shape})"
 

@@ -2,17 +2,12 @@
 // threads, nor on the batch: that is why results are the same bits for any of them.
 #include "driver.h"
 
-#include <atomic>
-#include <chrono>
-#include <cstdlib>
+#include "tasks.h"
+
 #include <map>
-#include <memory>
 #include <mutex>
-#include <new>
-#include <thread>
 #include <vector>
 
-#include "threads.h"
 
 namespace einsight {
 namespace {
@@ -20,26 +15,6 @@ namespace {
 constexpr int64_t kChunk = 1024;             // keys in one task where there is a single block of rows
 constexpr int64_t kShared = 48 << 20;        // bytes of packed keys and values held at once
 constexpr int64_t kSmall = 1 << 18;          // multiply-adds below which a second thread costs more than it brings
-
-struct Free { void operator()(float *p) const { std::free(p); } };
-using Memory = std::unique_ptr<float, Free>;
-
-Memory allocate(int64_t floats) {
-  auto p = static_cast<float *>(std::aligned_alloc(64, round_up(floats * 4 + 64, 64)));
-  if (!p) throw std::bad_alloc();
-  return Memory(p);
-}
-
-// Hands out pieces of one allocation. Run once with null to learn the size, once to hand out.
-struct Arena {
-  float *base;
-  int64_t used = 0;
-  float *take(int64_t floats) {
-    float *piece = base ? base + used : nullptr;
-    used += round_up(floats, 16);
-    return piece;
-  }
-};
 
 // The value dimension padded to whole vectors; enough for every width.
 int64_t padded_value(const Request &a) { return round_up(a.e, kMaxWidth); }
@@ -67,8 +42,24 @@ Workspace take_workspace(Arena &arena, const Request &a, int64_t rows) {
   w.query = arena.take(rows * round_up(a.d, kMaxWidth));
   w.tile_max = arena.take(rows * kMaxWidth);
   if (!a.keeps_weights()) w.scores = arena.take(rows * (kTile + 16));
-  if (a.received) w.received = arena.take(a.heads_per_key() * round_up(a.j, kPanel));
+  if (a.is_dense()) w.values = arena.take(kTile * kPanel);
+  int64_t groups = 0;
+  for (int64_t n = 0; n < a.ask_count; n++)
+    if (a.asks[n].kind == Kind::mass || a.asks[n].kind == Kind::mass_of_ids) groups = most(groups, a.asks[n].number);
+  w.mass = arena.take(kGroup * round_up(groups, kMaxWidth) * 2);  // room for doubles
   return w;
+}
+
+// Room for what a block of rows adds to the results that are sums over blocks.
+void take_sums(Arena &arena, const Request &a, int64_t rows, std::vector<Sums> &sums) {
+  sums.resize(a.ask_count);
+  for (int64_t n = 0; n < a.ask_count; n++) {
+    if (!a.asks[n].adds()) continue;
+    int64_t queries = rows / a.heads_per_key() + 2;
+    sums[n].lines = a.asks[n].kind == Kind::pool ? queries / a.asks[n].number + 2 : 1;
+    sums[n].stride = round_up(a.j, kPanel);
+    sums[n].data = arena.take(a.heads_per_key() * sums[n].lines * sums[n].stride);
+  }
 }
 
 Packed take_tiles(Arena &arena, const Request &a, int64_t tiles) {
@@ -78,56 +69,22 @@ Packed take_tiles(Arena &arena, const Request &a, int64_t tiles) {
   return p;
 }
 
-// A loop over tasks, shared by threads; each thread takes the next one when it is free.
-class Loop {
- public:
-  Loop(int threads, int64_t tasks, bool (*interrupted)()) : threads_(threads), tasks_(tasks), interrupted_(interrupted) {}
+// Calls use(from, to, n) for each row of n columns that a block adds to a result.
+template <class F> void each_line(const Request &a, int64_t key_head, const Ask &ask, const Sums &sums, F use) {
+  int64_t heads = a.heads_per_key(), cell = ask.cell(), columns = (a.j + cell - 1) / cell;
+  int64_t lines = ask.kind == Kind::pool ? (a.i + cell - 1) / cell : 1;
+  for (int64_t head = 0; head < heads; head++)
+    for (int64_t line = sums.line; line < sums.line_end; line++)
+      use(sums.of(head, line), ask.result + ((key_head * heads + head) * lines + line) * columns + sums.first,
+          sums.last - sums.first);
+}
 
-  // Calls task(thread, n) for n = 0, 1, ... A cancelled loop still calls every task: `cancelled()` says to skip.
-  template <class F> bool run(F task) {
-    struct Shared { Loop *loop; F *task; } shared{this, &task};
-    parallel(static_cast<int>(least(threads_, tasks_)), [](void *p) {
-      auto s = static_cast<Shared *>(p);
-      int thread = s->loop->entered_++;
-      for (int64_t n; (n = s->loop->next_++) < s->loop->tasks_;) {
-        (*s->task)(thread, n);
-        s->loop->ask();
-      }
-    }, &shared);
-    return !cancelled();
-  }
-  bool cancelled() const { return cancelled_; }
-
- private:
-  void ask() {
-    if (std::this_thread::get_id() != caller_ || cancelled_) return;
-    auto now = std::chrono::steady_clock::now();
-    if (now - asked_ < std::chrono::milliseconds(100)) return;
-    asked_ = now;
-    if (interrupted_()) cancelled_ = true;
-  }
-
-  int64_t threads_, tasks_;
-  bool (*interrupted_)();
-  std::atomic<int> entered_{0};
-  std::atomic<int64_t> next_{0};
-  std::atomic<bool> cancelled_{false};
-  std::thread::id caller_ = std::this_thread::get_id();
-  std::chrono::steady_clock::time_point asked_ = std::chrono::steady_clock::now();
-};
-
-// Sums over one block's queries, for each head that reads a key head: heads x [first, last), `stride` apart.
-struct Sums {
-  const float *data;
-  int64_t stride, first, last;
-};
-
-void add_received(const Request &a, int64_t key_head, const Sums &sums) {
-  int64_t heads = a.heads_per_key();
-  for (int64_t n = 0; n < heads; n++) {
-    float *to = a.received + (key_head * heads + n) * a.j;
-    for (int64_t j = sums.first; j < sums.last; j++) to[j] += sums.data[n * sums.stride + j - sums.first];
-  }
+void add_sums(const Request &a, int64_t key_head, const std::vector<Sums> &sums) {
+  for (int64_t n = 0; n < a.ask_count; n++)
+    if (a.asks[n].adds())
+      each_line(a, key_head, a.asks[n], sums[n], [](const float *from, float *to, int64_t count) {
+        for (int64_t k = 0; k < count; k++) to[k] += from[k];
+      });
 }
 
 // Adds the sums of blocks in the order of the blocks, whichever is done first.
@@ -135,27 +92,36 @@ class InOrder {
  public:
   InOrder(const Request &a) : a_(a), next_(a.b * a.g) {}
 
-  void add(int64_t key_head, int64_t block, Sums sums) {
+  void add(int64_t key_head, int64_t block, const std::vector<Sums> &sums) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (block != next_[key_head]) {
-      Early &early = early_[{key_head, block}];
-      int64_t width = sums.last - sums.first;
-      for (int64_t n = 0; n < a_.heads_per_key(); n++)
-        early.copy.insert(early.copy.end(), sums.data + n * sums.stride, sums.data + n * sums.stride + width);
-      early.sums = {early.copy.data(), width, sums.first, sums.last};
+      keep(key_head, early_[{key_head, block}], sums);
       return;
     }
-    add_received(a_, key_head, sums);
+    add_sums(a_, key_head, sums);
     while (true) {
       auto next = early_.find({key_head, ++next_[key_head]});
       if (next == early_.end()) return;
-      add_received(a_, key_head, next->second.sums);
+      add_sums(a_, key_head, next->second.sums);
       early_.erase(next);
     }
   }
 
  private:
-  struct Early { std::vector<float> copy; Sums sums; };
+  struct Early { std::vector<std::vector<float>> copies; std::vector<Sums> sums; };
+
+  void keep(int64_t key_head, Early &early, const std::vector<Sums> &sums) {
+    early.copies.resize(sums.size()), early.sums = sums;
+    for (size_t n = 0; n < sums.size(); n++) {
+      if (!a_.asks[n].adds()) continue;
+      each_line(a_, key_head, a_.asks[n], sums[n], [&](const float *from, float *, int64_t count) {
+        early.copies[n].insert(early.copies[n].end(), from, from + count);
+      });
+      Sums &kept = early.sums[n];
+      kept.data = early.copies[n].data(), kept.lines = kept.line_end - kept.line, kept.stride = kept.last - kept.first;
+    }
+  }
+
   const Request &a_;
   std::mutex mutex_;
   std::vector<int64_t> next_;
@@ -174,12 +140,15 @@ bool by_blocks(const Request &a, const Kernel &kernel, int threads, bool (*inter
 
   std::vector<Packed> packed(slots);
   std::vector<Workspace> work(threads);
+  std::vector<std::vector<Sums>> sums(threads);
   std::vector<Rows> rows(threads);
   Memory memory;
   for (Arena arena{nullptr};; arena = {memory.get()}) {
     for (auto &p : packed) p = take_tiles(arena, a, tiles);
     for (int n = 0; n < threads; n++) {
       work[n] = take_workspace(arena, a, block);
+      take_sums(arena, a, block, sums[n]);
+      work[n].sums = sums[n].data();
       rows[n] = take_rows(arena, a, block);
       take_weights(arena, a, block, rows[n]);
     }
@@ -190,7 +159,9 @@ bool by_blocks(const Request &a, const Kernel &kernel, int threads, bool (*inter
   std::vector<int32_t> state(key_heads * tiles);
   std::vector<uint8_t> unsafe(key_heads * tiles);
   std::vector<std::atomic<int64_t>> finished(key_heads);
-  InOrder received(a);
+  InOrder in_order(a);
+  bool adds = false;
+  for (int64_t n = 0; n < a.ask_count; n++) adds = adds || a.asks[n].adds();
   Loop loop(threads, key_heads * blocks, interrupted);
   return loop.run([&](int thread, int64_t n) {
     int64_t key_head = n / blocks, order = n % blocks;
@@ -203,10 +174,9 @@ bool by_blocks(const Request &a, const Kernel &kernel, int threads, bool (*inter
       tiles_of_head.state = state.data() + key_head * tiles;
       tiles_of_head.unsafe = unsafe.data() + key_head * tiles;
       Rows r = rows[thread];
-      Sums sums{work[thread].received, round_up(a.j, kPanel), 0, 0};
       kernel.attend(a, task, tiles_of_head, work[thread], r);
-      kernel.finish(a, task, work[thread], r, &sums.first, &sums.last);
-      if (a.received) received.add(key_head, order, sums);
+      kernel.finish(a, task, work[thread], r);
+      if (adds) in_order.add(key_head, order, sums[thread]);
     }
     finished[key_head]++;
   });
@@ -223,6 +193,7 @@ bool by_chunks(const Request &a, const Kernel &kernel, int threads, bool (*inter
 
   std::vector<Packed> packed(threads);
   std::vector<Workspace> work(threads);
+  std::vector<std::vector<Sums>> sums(threads);
   std::vector<Rows> parts(wave * chunks);
   std::vector<uint8_t> unsafe(threads);
   Memory memory;
@@ -231,6 +202,8 @@ bool by_chunks(const Request &a, const Kernel &kernel, int threads, bool (*inter
       packed[n] = take_tiles(arena, a, 1);
       packed[n].unsafe = &unsafe[n];
       work[n] = take_workspace(arena, a, rows);
+      take_sums(arena, a, rows, sums[n]);
+      work[n].sums = sums[n].data();
     }
     for (int64_t n = 0; n < wave; n++) {
       Rows kept{};
@@ -252,10 +225,9 @@ bool by_chunks(const Request &a, const Kernel &kernel, int threads, bool (*inter
     };
     auto complete = [&](int thread, int64_t n) {
       Task task = task_of(begin + n, 0, a.j);
-      Sums sums{work[thread].received, round_up(a.j, kPanel), 0, 0};
       for (int64_t c = 1; c < chunks; c++) kernel.merge(a, parts[n * chunks], parts[n * chunks + c]);
-      kernel.finish(a, task, work[thread], parts[n * chunks], &sums.first, &sums.last);
-      if (a.received) add_received(a, begin + n, sums);
+      kernel.finish(a, task, work[thread], parts[n * chunks]);
+      add_sums(a, begin + n, sums[thread]);
     };
     Loop attend(threads, heads * chunks, interrupted);
     if (!attend.run([&](int thread, int64_t n) {

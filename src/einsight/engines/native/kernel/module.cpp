@@ -85,10 +85,40 @@ template <class T> static const T *vector(nb::handle tensor) {
   return tensor.is_none() ? nullptr : static_cast<const T *>(borrow(tensor).address());
 }
 
-static void forward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
-                    nb::handle slopes, nb::handle positions, nb::handle lo, nb::handle hi, nb::handle received_from,
-                    nb::handle output, nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle received,
-                    nb::handle weights, nb::handle scores, int threads, int level) {
+// Fills in the parts of a rule: (lo, hi, seen, shows, query_ids, key_ids).
+static void read_rule(nb::sequence given, Rule &rule) {
+  rule.lo = static_cast<const int64_t *>(input(given[0], rule.lo_stride));
+  rule.hi = static_cast<const int64_t *>(input(given[1], rule.hi_stride));
+  rule.seen = static_cast<const uint8_t *>(input(given[2], rule.seen_stride));
+  rule.shows = nb::cast<bool>(given[3]);
+  rule.query_ids = static_cast<const int64_t *>(input(given[4], rule.query_ids_stride));
+  rule.key_ids = static_cast<const int64_t *>(input(given[5], rule.key_ids_stride));
+}
+
+// What a readout asks: (kind, number, count, slot, rule or None, member or None, result, indices or None). A member
+// is a tensor of ids [#b, j] or of weights [#b, j, n], dense.
+static Ask ask_of(nb::sequence given) {
+  Ask ask{};
+  ask.kind = static_cast<Kind>(nb::cast<int>(given[0]));
+  ask.number = nb::cast<int64_t>(given[1]), ask.count = nb::cast<int64_t>(given[2]);
+  ask.slot = vector<int64_t>(given[3]);
+  nb::object rule = given[4], member = given[5];
+  if (!rule.is_none()) read_rule(nb::cast<nb::sequence>(rule), ask.rule);
+  if (!member.is_none()) {
+    DLTensor t = borrow(member);
+    ask.ids = static_cast<const int64_t *>(t.address()), ask.matrix = static_cast<const float *>(t.address());
+    int64_t size = t.ndim == 2 ? t.shape[1] : t.shape[1] * t.shape[2];
+    ask.item_stride = t.shape[0] == 1 ? 0 : size;
+  }
+  nb::object of = given[6];
+  ask.result = result(of);
+  nb::object indices = given[7];
+  if (!indices.is_none()) ask.indices = static_cast<int64_t *>(borrow(indices).address());
+  return ask;
+}
+
+static Request request(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
+                       nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule) {
   Request a{};
   a.query = input(query, a.query_stride);
   a.key = input(key, a.key_stride);
@@ -100,12 +130,27 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, float sc
   a.scale = scale, a.softcap = softcap;
   a.sink = vector<float>(sink), a.slopes = vector<float>(slopes);
   a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
-  a.lo = static_cast<const int64_t *>(input(lo, a.lo_stride));
-  a.hi = static_cast<const int64_t *>(input(hi, a.hi_stride));
-  a.received_from = vector<uint8_t>(received_from);
+  a.bias = static_cast<const float *>(input(bias, a.bias_stride));
+  read_rule(rule, a);
+  return a;
+}
+
+static std::vector<Ask> asked(nb::sequence given) {
+  std::vector<Ask> asks;
+  for (nb::handle one : given) asks.push_back(ask_of(nb::cast<nb::sequence>(one)));
+  return asks;
+}
+
+static void forward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
+                    nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule, nb::handle output,
+                    nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle scores, nb::handle lse_rest,
+                    nb::sequence asks, int threads, int level) {
+  Request a = request(query, key, value, scale, softcap, sink, slopes, bias, positions, rule);
   a.output = output.is_none() ? nullptr : borrow(output).address();
   a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
-  a.received = result(received), a.weights = result(weights), a.scores = result(scores);
+  a.scores = result(scores), a.lse_rest = result(lse_rest);
+  std::vector<Ask> all = asked(asks);
+  a.asks = all.data(), a.ask_count = all.size();
   bool done;
   {
     nb::gil_scoped_release release;
@@ -114,15 +159,55 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, float sc
   if (!done) throw nb::python_error();
 }
 
+static void backward(nb::handle query, nb::handle key, nb::handle value, float scale, float softcap, nb::handle sink,
+                     nb::handle slopes, nb::handle bias, nb::handle positions, nb::sequence rule, nb::handle output,
+                     nb::handle lse, nb::handle max_score, nb::handle entropy, nb::handle lse_rest,
+                     nb::handle output_grad, nb::handle lse_grad, nb::handle max_score_grad, nb::handle entropy_grad,
+                     nb::sequence asks, nb::handle query_grad, nb::handle key_grad, nb::handle value_grad,
+                     nb::handle sink_grad, nb::handle slopes_grad, nb::handle bias_grad, int threads, int level) {
+  Request a = request(query, key, value, scale, softcap, sink, slopes, bias, positions, rule);
+  Gradient g{};
+  g.output = input(output, g.output_stride);
+  g.output_grad = input(output_grad, g.output_grad_stride);
+  g.lse = vector<float>(lse), g.max_score = vector<float>(max_score), g.entropy = vector<float>(entropy);
+  g.lse_rest = vector<float>(lse_rest);
+  g.lse_grad = vector<float>(lse_grad), g.max_score_grad = vector<float>(max_score_grad);
+  g.entropy_grad = vector<float>(entropy_grad);
+  std::vector<Ask> all = asked(asks);
+  g.asks = all.data(), g.ask_count = all.size();
+  g.query_grad = result(query_grad), g.key_grad = result(key_grad), g.value_grad = result(value_grad);
+  g.sink_grad = result(sink_grad), g.slopes_grad = result(slopes_grad), g.bias_grad = result(bias_grad);
+  if (g.bias_grad) {
+    DLTensor t = borrow(bias_grad);
+    for (int n = 0; n < 2; n++) g.bias_grad_stride[n] = t.shape[n] == 1 ? 0 : t.strides[n];
+  }
+  bool done;
+  {
+    nb::gil_scoped_release release;
+    done = gradients(a, g, *kernels.at(level), threads, interrupted);
+  }
+  if (!done) throw nb::python_error();
+}
+
 NB_MODULE(_native, m) {
   std::vector<std::string> names;
   for (auto kernel : kernels) names.push_back(kernel->name);
   m.attr("levels") = nb::cast(names);
-  m.def("forward", forward, nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"),
-        nb::arg("softcap"), nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("positions").none(),
-        nb::arg("lo"), nb::arg("hi"), nb::arg("received_from").none(), nb::arg("output").none(),
-        nb::arg("lse").none(), nb::arg("max_score").none(), nb::arg("entropy").none(), nb::arg("received").none(),
-        nb::arg("weights").none(), nb::arg("scores").none(), nb::arg("threads"), nb::arg("level"));
+  m.def("forward", forward,
+        nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"), nb::arg("softcap"),
+        nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("bias").none(), nb::arg("positions").none(),
+        nb::arg("rule"), nb::arg("output").none(), nb::arg("lse").none(), nb::arg("max_score").none(),
+        nb::arg("entropy").none(), nb::arg("scores").none(), nb::arg("lse_rest").none(), nb::arg("asks"),
+        nb::arg("threads"), nb::arg("level"));
+  m.def("backward", backward,
+        nb::arg("query"), nb::arg("key"), nb::arg("value").none(), nb::arg("scale"), nb::arg("softcap"),
+        nb::arg("sink").none(), nb::arg("slopes").none(), nb::arg("bias").none(), nb::arg("positions").none(),
+        nb::arg("rule"), nb::arg("output").none(), nb::arg("lse"), nb::arg("max_score"), nb::arg("entropy").none(),
+        nb::arg("lse_rest"), nb::arg("output_grad").none(), nb::arg("lse_grad").none(),
+        nb::arg("max_score_grad").none(), nb::arg("entropy_grad").none(), nb::arg("asks"),
+        nb::arg("query_grad").none(), nb::arg("key_grad").none(), nb::arg("value_grad").none(),
+        nb::arg("sink_grad").none(), nb::arg("slopes_grad").none(), nb::arg("bias_grad").none(), nb::arg("threads"),
+        nb::arg("level"));
   m.def("peak", [](int64_t steps, int threads, int level) {
     struct Shared { const Kernel *kernel; int64_t steps; } shared{kernels.at(level), steps};
     nb::gil_scoped_release release;

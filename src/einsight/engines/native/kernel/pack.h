@@ -16,29 +16,67 @@ struct ValuePanels {
 
 constexpr int64_t kAhead = 16;  // keys between what is packed and what is asked of memory
 
+// Calls f with the dtype as a constant.
+template <class F> INLINE auto by_dtype(Dtype dtype, F f) {
+  if (dtype == Dtype::float32) return f(Element<Dtype::float32>{});
+  if (dtype == Dtype::bfloat16) return f(Element<Dtype::bfloat16>{});
+  return f(Element<Dtype::float16>{});
+}
+template <Dtype dtype> constexpr Dtype dtype_of(Element<dtype>) { return dtype; }
+
+// One row, times a factor, followed by zeros up to whole vectors. Says whether some element is NaN or infinite.
 template <Dtype dtype>
-void pack_query(const Request &a, int64_t batch, int64_t head, int64_t query, float factor, float *to) {
-  auto from = (const typename Element<dtype>::type *)a.query + batch * a.query_stride[0] +
-              head * a.query_stride[1] + query * a.query_stride[2];
-  int64_t stride = a.query_stride[3];
-  for (int64_t k = 0; k < a.d; k += W) {
-    bool whole = stride == 1 && k + W <= a.d;
-    Vec v = whole ? load_as_float<dtype>(from + k) : load_some<dtype>(from + k * stride, stride, least(W, a.d - k));
+bool pack_row(const typename Element<dtype>::type *from, int64_t stride, int64_t width, float factor, float *to) {
+  Vec spoiled = Vec{};  // x - x is 0 unless x is NaN or infinite
+  for (int64_t k = 0; k < width; k += W) {
+    bool whole = stride == 1 && k + W <= width;
+    Vec v = whole ? load_as_float<dtype>(from + k) : load_some<dtype>(from + k * stride, stride, least(W, width - k));
+    spoiled += v - v;
     store(to + k, v * factor);
   }
+  return !(sum_lanes(spoiled) == 0.f);
 }
 
-// Keys of one tile to panels [d][64]; keys beyond the end are zeros.
-template <Dtype dtype>
-void pack_keys(const Request &a, int64_t batch, int64_t group, int64_t key_begin, float *to) {
-  auto from = (const typename Element<dtype>::type *)a.key + batch * a.key_stride[0] + group * a.key_stride[1];
-  int64_t row = a.key_stride[2], stride = a.key_stride[3];
-  int64_t end = round_up(least(a.j, key_begin + kTile), kPanel);
-  for (int64_t j = key_begin; j < end; j += W) {
-    int64_t count = most(0, least(W, a.j - j));
-    float *panel = to + (j - key_begin) / kPanel * kPanel * a.d + (j - key_begin) % kPanel;
-    for (int64_t k = 0; k < a.d; k += W) {
-      int64_t depth = least(W, a.d - k);
+// Row (batch, head, n) of a tensor in the inputs' dtype.
+inline bool pack_row(const Request &a, const void *data, const int64_t (&stride)[4], int64_t batch, int64_t head,
+                     int64_t n, int64_t width, float factor, float *to) {
+  return by_dtype(a.dtype, [&](auto element) {
+    typedef decltype(element) E;
+    auto from = (const typename E::type *)data + batch * stride[0] + head * stride[1] + n * stride[2];
+    return pack_row<dtype_of(E{})>(from, stride[3], width, factor, to);
+  });
+}
+
+// The rows of one key head: element (n, k) is data[n * row + k * stride].
+struct Source {
+  const void *data;
+  int64_t row, stride, rows, width;
+};
+
+inline const void *element(const Request &a, const void *data, int64_t n) {
+  return (const char *)data + n * (a.dtype == Dtype::float32 ? 4 : 2);
+}
+
+inline Source keys_of(const Request &a, int64_t batch, int64_t group) {
+  return {element(a, a.key, batch * a.key_stride[0] + group * a.key_stride[1]), a.key_stride[2], a.key_stride[3],
+          a.j, a.d};
+}
+
+inline Source values_of(const Request &a, int64_t batch, int64_t group) {
+  return {element(a, a.value, batch * a.value_stride[0] + group * a.value_stride[1]), a.value_stride[2],
+          a.value_stride[3], a.j, a.e};
+}
+
+// One tile of rows to panels [width][64]; rows beyond the end are zeros.
+template <Dtype dtype> void pack_panels(const Source &source, int64_t begin, float *to) {
+  auto from = (const typename Element<dtype>::type *)source.data;
+  int64_t row = source.row, stride = source.stride;
+  int64_t end = round_up(least(source.rows, begin + kTile), kPanel);
+  for (int64_t j = begin; j < end; j += W) {
+    int64_t count = most(0, least(W, source.rows - j));
+    float *panel = to + (j - begin) / kPanel * kPanel * source.width + (j - begin) % kPanel;
+    for (int64_t k = 0; k < source.width; k += W) {
+      int64_t depth = least(W, source.width - k);
       Vec v[W];
       if (stride == 1 && depth == W && count == W) {
 #pragma GCC unroll 16
@@ -61,22 +99,21 @@ void pack_keys(const Request &a, int64_t batch, int64_t group, int64_t key_begin
   }
 }
 
-// Values of one tile to panels [256][width]. Says whether some value is NaN or infinite.
-template <Dtype dtype>
-bool pack_values(const Request &a, int64_t batch, int64_t group, int64_t key_begin, float *to) {
-  auto from = (const typename Element<dtype>::type *)a.value + batch * a.value_stride[0] + group * a.value_stride[1];
-  int64_t row = a.value_stride[2], stride = a.value_stride[3], count = least(kTile, a.j - key_begin);
-  ValuePanels panels(a.e);
-  Vec spoiled = Vec{};  // x - x is 0 unless x is NaN or infinite
+// One tile of rows to panels [256][columns]. Says whether some element is NaN or infinite.
+template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, float *to) {
+  int64_t row = source.row, stride = source.stride, count = least(kTile, source.rows - begin);
+  ValuePanels panels(source.width);
+  Vec spoiled = Vec{};
   for (int64_t j = 0; j < count; j++) {
-    auto source = from + (key_begin + j) * row;
+    auto from = (const typename Element<dtype>::type *)source.data + (begin + j) * row;
     for (int64_t n = 0; n < panels.count; n++) {
-      int64_t begin = panels.begin(n) * W, end = panels.begin(n + 1) * W;
-      float *target = to + begin * kTile + j * (end - begin) - begin;
-      for (int64_t k = begin; k < end; k += W) {
-        bool whole = stride == 1 && k + W <= a.e;
-        Vec v = whole ? load_as_float<dtype>(source + k) : load_some<dtype>(source + k * stride, stride, least(W, a.e - k));
-        if (whole) __builtin_prefetch(source + kAhead * row + k);
+      int64_t first = panels.begin(n) * W, last = panels.begin(n + 1) * W;
+      float *target = to + first * kTile + j * (last - first) - first;
+      for (int64_t k = first; k < last; k += W) {
+        bool whole = stride == 1 && k + W <= source.width;
+        Vec v = whole ? load_as_float<dtype>(from + k)
+                      : load_some<dtype>(from + k * stride, stride, least(W, source.width - k));
+        if (whole) __builtin_prefetch(from + kAhead * row + k);
         spoiled += v - v;
         store(target + k, v);
       }
@@ -85,20 +122,12 @@ bool pack_values(const Request &a, int64_t batch, int64_t group, int64_t key_beg
   return !(sum_lanes(spoiled) == 0.f);
 }
 
-// Calls f with the dtype as a constant.
-template <class F> INLINE auto by_dtype(Dtype dtype, F f) {
-  if (dtype == Dtype::float32) return f(Element<Dtype::float32>{});
-  if (dtype == Dtype::bfloat16) return f(Element<Dtype::bfloat16>{});
-  return f(Element<Dtype::float16>{});
-}
-template <Dtype dtype> constexpr Dtype dtype_of(Element<dtype>) { return dtype; }
-
 inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, float *keys, float *values,
                       uint8_t *unsafe) {
   by_dtype(a.dtype, [&](auto element) {
     constexpr Dtype dtype = dtype_of(decltype(element){});
-    pack_keys<dtype>(a, batch, group, tile * kTile, keys);
-    *unsafe = a.value && pack_values<dtype>(a, batch, group, tile * kTile, values);
+    pack_panels<dtype>(keys_of(a, batch, group), tile * kTile, keys);
+    *unsafe = a.value && pack_rows<dtype>(values_of(a, batch, group), tile * kTile, values);
   });
 }
 
@@ -117,11 +146,10 @@ inline bool values_in_place(const Request &a, const Packed &packed) {
          a.value_stride[2] <= 2 * a.e;
 }
 
-inline bool any_not_finite(const Request &a, const float *from, int64_t count) {
-  int64_t row = a.value_stride[2];
+inline bool any_not_finite(const float *from, int64_t count, int64_t width, int64_t row) {
   Vec spoiled = Vec{};
   for (int64_t j = 0; j < count; j++)
-    for (int64_t k = 0; k < a.e; k += W) {
+    for (int64_t k = 0; k < width; k += W) {
       Vec v = load(from + j * row + k);
       __builtin_prefetch(from + (j + kAhead) * row + k);
       spoiled += v - v;
@@ -142,10 +170,10 @@ inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int6
   float *values = packed.values + position * kTile * ValuePanels(a.e).padded();
   uint8_t *unsafe = packed.unsafe + position;
   if (values_in_place(a, packed)) {
-    pack_keys<Dtype::float32>(a, task.batch, task.group, tile * kTile, keys);
+    pack_panels<Dtype::float32>(keys_of(a, task.batch, task.group), tile * kTile, keys);
     int64_t at = task.batch * a.value_stride[0] + task.group * a.value_stride[1] + tile * kTile * a.value_stride[2];
     auto in_place = (const float *)a.value + at;
-    bool spoiled = a.value && any_not_finite(a, in_place, least(kTile, a.j - tile * kTile));
+    bool spoiled = a.value && any_not_finite(in_place, least(kTile, a.j - tile * kTile), a.e, a.value_stride[2]);
     return {keys, in_place, a.value_stride[2], spoiled};
   }
   if (!packed.state) {

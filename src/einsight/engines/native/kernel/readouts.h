@@ -1,169 +1,154 @@
-// What becomes of a block of rows once their softmax is known: output and readouts.
+// What is read from the finished weights of a row, or of a group of six: one function per readout.
+// Rows are whole panels of weights. A hidden key's weight is -0: sums don't notice the sign, and comparisons of
+// bits tell it from a visible key that weighs nothing.
 #pragma once
+#include "products.h"
 #include "softmax.h"
-
-extern "C" float logf(float);
 
 namespace einsight {
 namespace EINSIGHT_LEVEL {
 
-inline void write_output(const Request &a, int64_t at, const float *row, float total) {
-  if (a.dtype == Dtype::float32) {
-    float *to = (float *)a.output + at;
-    int64_t k = 0;
-    for (; k + W <= a.e; k += W) store(to + k, load(row + k) / total);
-    for (; k < a.e; k++) to[k] = row[k] / total;
-  } else {
-    uint16_t *to = (uint16_t *)a.output + at;
-    if (a.dtype == Dtype::bfloat16)
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_bfloat16(row[k] / total);
-    else
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] / total);
+struct Span { int64_t begin, end; };
+
+// The sum over a row of what `term` makes of the weights from a key on.
+template <class F> INLINE float sum_row(Span span, F term) {
+  Vec total[4] = {};
+  for (int64_t j = span.begin; j < span.end; j += 4 * W)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) total[v] += term(j + v * W);
+  return sum_lanes((total[0] + total[1]) + (total[2] + total[3]));
+}
+
+inline float share(const View &rule, const float *row, Span span) {
+  span = {most(span.begin, rule.lo / kPanel * kPanel), least(span.end, round_up(rule.hi, kPanel))};
+  return sum_row(span, [&](int64_t j) { return select(sees(rule, j), load(row + j), Vec{}); });
+}
+
+inline float distance(int64_t position, const float *row, Span span) {
+  Vec n = __builtin_convertvector(iota(), Vec);
+  return sum_row(span, [&](int64_t j) {
+    Vec away = all((float)(position - j)) - n;
+    return load(row + j) * (Vec)(bits(away) & 0x7fffffffu);
+  });
+}
+
+inline float diagonal(int64_t key, const float *row, Span span) {
+  return span.begin <= key && key < span.end ? row[key] + 0.f : 0.f;
+}
+
+// One row of weights, written once. Where rows lie on whole vectors, past the caches.
+template <bool aligned> inline void write_row(int64_t keys, const float *row, Span span, float *to) {
+  auto put = [](float *at, Vec v) { aligned ? stream(at, v) : store(at, v); };
+  auto one = [&](int64_t j) { return span.begin <= j && j < span.end ? row[j] + 0.f : 0.f; };
+  int64_t whole = keys / W * W, j = 0;
+  for (; j < least(span.begin, whole); j += W) put(to + j, Vec{});
+  for (; j < least(span.end, whole); j += W) put(to + j, load(row + j) + Vec{});
+  for (; j < whole; j += W) put(to + j, Vec{});
+  for (; j < keys; j++) to[j] = one(j);
+}
+
+// Puts a number where the least one, on top of the heap, is. The hole goes all the way down to a leaf, and the number
+// up from there: this asks nothing that a processor would have to guess.
+inline void replace_top(uint64_t *heap, int64_t count, uint64_t number, int64_t at = 0) {
+  int64_t top = at;
+  for (int64_t child; (child = 2 * at + 1) < count; at = child) {
+    child += child + 1 < count && heap[child + 1] < heap[child];
+    heap[at] = heap[child];
+  }
+  for (int64_t parent; at > top && heap[parent = (at - 1) / 2] > number; at = parent) heap[at] = heap[parent];
+  heap[at] = number;
+}
+
+// The largest weights and their keys. A weight's bits above the complement of its key make one number of both, which
+// orders as asked: by weight, NaN before all, then the lowest key first. A heap keeps the k largest, the least on top.
+inline void top(int64_t k, const float *row, Span span, float *weights, int64_t *indices) {
+  auto heap = (uint64_t *)indices;
+  int64_t count = 0;
+  int32_t least_bits = -1;
+  auto order = [&] {
+    for (int64_t n = count / 2; n-- > 0;) replace_top(heap, count, heap[n], n);
+  };
+  for (int64_t j = span.begin; j < span.end; j += W) {
+    Int some = as_int(load(row + j));
+    for (uint32_t found = lanes(some > least_bits); found; found &= found - 1) {
+      int lane = __builtin_ctz(found);
+      int32_t weight;
+      __builtin_memcpy(&weight, row + j + lane, 4);
+      if (weight <= least_bits) continue;
+      uint64_t both = (uint64_t)weight << 32 | (uint32_t)~(uint32_t)(j + lane);
+      if (count < k) {
+        heap[count++] = both;
+        if (count < k) continue;
+        order();
+      } else {
+        replace_top(heap, k, both);
+      }
+      least_bits = heap[0] >> 32;
+    }
+  }
+  if (count < k) order();
+  for (int64_t n = count; n-- > 1;) {
+    uint64_t smallest = heap[0];
+    replace_top(heap, n, heap[n]);
+    heap[n] = smallest;
+  }
+  for (int64_t n = 0; n < k; n++) {
+    uint32_t weight = n < count ? heap[n] >> 32 : 0;
+    __builtin_memcpy(weights + n, &weight, 4);
+    indices[n] = n < count ? (int64_t)(uint32_t)~(uint32_t)heap[n] : -1;
   }
 }
 
-inline void fill(float *to, int64_t begin, int64_t end, float x) {
-  for (int64_t k = begin; k < end; k++) to[k] = x;
+// Several rows times a matrix, tile by tile: [rows][keys] . [keys][groups] -> [rows][padded groups].
+inline void mass(const Ask &ask, int64_t batch, const float *row, int64_t rows_stride, int64_t rows, Span span,
+                 float *to) {
+  ValuePanels panels(ask.number);
+  int64_t padded = round_up(ask.number, kMaxWidth);
+  const float *matrix = ask.matrix + batch * ask.item_stride, ones[kGroup] = {1, 1, 1, 1, 1, 1};
+  fill(to, 0, rows * padded, 0.f);
+  for (int64_t n = 0; n < panels.count; n++) {
+    int64_t column = panels.begin(n) * W, columns = panels.begin(n + 1) - panels.begin(n);
+    for (int64_t j = span.begin; j < span.end;) {
+      int64_t end = least(span.end, round_up(j + 1, kTile));
+      kAddValues[rows - 1][columns - 1](row + j, rows_stride, matrix + j * padded + column, padded, end - j, to + column,
+                                        padded, ones);
+      j = end;
+    }
+  }
 }
 
-// The factor that turns kept exponentials of a tile into weights.
-inline float tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, float inverse) {
-  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
-  return exp2_nonpositive(shift) * inverse;
+// The same for ids, where a matrix would be mostly zeros.
+inline void mass_of_ids(const Ask &ask, int64_t batch, const float *row, int64_t rows_stride, int64_t rows, Span span,
+                        double *to) {
+  const int64_t *ids = ask.ids + batch * ask.item_stride;
+  for (int64_t n = 0; n < rows * ask.number; n++) to[n] = 0;
+  for (int64_t j = span.begin; j < span.end; j++)
+    if (ids[j] >= 0)
+      for (int64_t r = 0; r < rows; r++) to[r * ask.number + ids[j]] += row[r * rows_stride + j];
 }
 
-template <int count>
-INLINE void add_rows(const float *const *from, const float *factor, float *to, int64_t begin, int64_t end) {
-  for (int64_t j = begin; j < end; j += W) {
-    Vec sum = load(from[0] + j) * factor[0];
+template <int count, bool ones>
+INLINE void add_rows(const float *const *from, float *to, Span span) {
+  auto term = [&](int n, int64_t j) {
+    Vec weight = load(from[n] + j);
+    return ones ? select(as_int(weight) < 0, Vec{}, all(1.f)) : weight;
+  };
+  for (int64_t j = span.begin; j < span.end; j += W) {
+    Vec sum = term(0, j);
 #pragma GCC unroll 6
-    for (int n = 1; n < count; n++) sum += load(from[n] + j) * factor[n];
+    for (int n = 1; n < count; n++) sum += term(n, j);
     store(to + j, load(to + j) + sum);
   }
 }
 
-// One row of weights, written once. Where rows lie on whole vectors, past the caches.
-template <bool aligned>
-inline void write_row(const Request &a, const Rows &rows, const Sight &s, int64_t r, float *to, float inverse) {
-  const float *from = rows.weights + r * rows.weights_stride - rows.origin;
-  auto put = [](float *at, Vec v) { aligned ? stream(at, v) : store(at, v); };
-  int64_t j = 0, lo = s.lo[r], hi = s.hi[r];
-  if (aligned)
-    for (; j + W <= lo; j += W) put(to + j, Vec{});
-  for (; j < lo; j++) to[j] = 0.f;
-  for (int64_t tile = lo / kTile; tile * kTile < hi; tile++) {
-    float factor = tile_factor(a, rows, r, tile, inverse);
-    int64_t end = least(hi, (tile + 1) * kTile);
-    for (; j < end && j % W; j++) to[j] = from[j] * factor;
-    for (; j + W <= end; j += W) put(to + j, load(from + j) * factor);
-    for (; j < end; j++) to[j] = from[j] * factor;
-  }
-  for (; j < a.j && j % W; j++) to[j] = 0.f;
-  for (; j + W <= a.j; j += W) put(to + j, Vec{});
-  for (; j < a.j; j++) to[j] = 0.f;
-}
-
-inline void write_weights(const Request &a, const Rows &rows, const Sight &s, int64_t r, int64_t at, float inverse) {
-  float *to = a.weights + at;
-  bool aligned = (uintptr_t)to % (W * 4) == 0;
-  (aligned ? write_row<true> : write_row<false>)(a, rows, s, r, to, inverse);
-}
-
-// Scores of one row's tile; what the row does not see is filled in at the end.
-inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t tile, int64_t at, const float *from) {
-  float *to = a.scores + at;
-  int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
-  for (; j + W <= end; j += W) store(to + j, load(from + j) * a.unit());
-  for (; j < end; j++) to[j] = from[j] * a.unit();
-}
-
-// Adds the weights of a group's rows of one head to sums over queries.
-inline void add_received(const Request &a, const Rows &rows, const Sight &s, int64_t group, int64_t head,
-                         const float *inverse, float *received) {
-  int64_t chosen[kGroup], count = 0;
-  for (int64_t r = group * kGroup; r < least(rows.count, (group + 1) * kGroup); r++)
-    if (s.head[r] == head && s.hi[r] > 0 && (!a.received_from || a.received_from[s.query[r]])) chosen[count++] = r;
-  if (!count) return;
-  for (int64_t tile = s.group_lo[group] / kTile; tile * kTile < s.group_hi[group]; tile++) {
-    const float *from[kGroup];
-    float factor[kGroup];
-    int64_t lo[kGroup], hi[kGroup];
-    bool alike = true;  // the rows span the same panels, and no NaN could reach a key that its row does not see
-    for (int64_t n = 0; n < count; n++) {
-      int64_t r = chosen[n];
-      lo[n] = most(s.lo[r], tile * kTile), hi[n] = least(s.hi[r], (tile + 1) * kTile);
-      from[n] = rows.weights + r * rows.weights_stride - rows.origin;
-      factor[n] = lo[n] < hi[n] ? tile_factor(a, rows, r, tile, inverse[r]) : 0.f;
-      alike = alike && lo[n] < hi[n] && lo[n] / kPanel == lo[0] / kPanel &&
-              round_up(hi[n], kPanel) == round_up(hi[0], kPanel) && factor[n] - factor[n] == 0.f;
-    }
-    if (alike && count == kGroup) {
-      add_rows<kGroup>(from, factor, received, lo[0] / kPanel * kPanel, round_up(hi[0], kPanel));
-    } else {
-      for (int64_t n = 0; n < count; n++) {
-        if (alike) add_rows<1>(from + n, factor + n, received, lo[n] / kPanel * kPanel, round_up(hi[n], kPanel));
-        else for (int64_t j = lo[n]; j < hi[n]; j++) received[j] += from[n][j] * factor[n];
-      }
-    }
-  }
-}
-
-inline void finish(const Request &a, const Task &task, Workspace &work, Rows &rows, int64_t *first, int64_t *last) {
-  Sight s = look(a, task);
-  float inverse[kBlock];
-  int64_t padded = ValuePanels(a.e).padded();
-  for (int64_t r = 0; r < rows.count; r++) {
-    int64_t row = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
-    float reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth)), total = sum;
-    if (a.sink && reference > -kInfinity)
-      total += exp2_nonpositive((a.sink[s.head[r]] / a.unit() - reference) * (a.unit() * kLog2e));
-    inverse[r] = total == 0.f ? 0.f : 1.f / total;
-    float log = total == 0.f ? -kInfinity : logf(total);
-    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total == 0.f ? 1.f : total);
-    if (a.lse) a.lse[row] = reference == -kInfinity ? -kInfinity : reference * a.unit() + log;
-    // NaN loses every comparison, so it has to be put back into the maximum.
-    if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();
-    if (a.entropy) {
-      float moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
-      a.entropy[row] = total == 0.f ? 0.f : (sum * log - moment) * inverse[r];
-    }
-    if (a.weights) write_weights(a, rows, s, r, row * a.j, inverse[r]);
-    if (a.scores) {
-      fill(a.scores + row * a.j, 0, s.lo[r], -kInfinity);
-      fill(a.scores + row * a.j, s.hi[r], a.j, -kInfinity);
-    }
-  }
-  if (a.weights) end_of_stream();
-  if (!a.received) return;
-  int64_t heads = a.heads_per_key(), stride = round_up(a.j, kPanel);
-  *first = s.block_lo / kPanel * kPanel;
-  *last = s.block_lo < s.block_hi ? s.block_hi : *first;
-  for (int64_t head = 0; head < heads; head++) {
-    float *sums = work.received + head * stride;
-    fill(sums, 0, round_up(*last, kPanel) - *first, 0.f);
-    for (int64_t group = 0; group * kGroup < rows.count; group++)
-      add_received(a, rows, s, group, task.group * heads + head, inverse, sums - *first);
-  }
-}
-
-// Joins the results of two ranges of keys.
-inline void merge(const Request &a, Rows &into, const Rows &from) {
-  int64_t padded = ValuePanels(a.e).padded();
-  float exponent = a.unit() * kLog2e;
-  for (int64_t r = 0; r < into.count; r++) {
-    float mine = move_reference(a, into, r, from.reference[r], exponent);
-    Rows other = from;  // brings the other side to the same reference; its scores are all at most this
-    float theirs = move_reference(a, other, r, into.reference[r], exponent);
-    into.largest[r] = larger(from.largest[r], into.largest[r]);
-    for (int64_t k = 0; k < kMaxWidth; k += W) {
-      int64_t at = r * kMaxWidth + k;
-      store(into.sum + at, load(into.sum + at) + load(from.sum + at));
-      if (a.entropy) store(into.moment + at, load(into.moment + at) + load(from.moment + at));
-    }
-    for (int64_t k = 0; a.output && k < padded; k += W) {
-      int64_t at = r * padded + k;
-      store(into.output + at, load(into.output + at) * mine + load(from.output + at) * theirs);
-    }
+template <bool ones> inline void add_rows(int64_t count, const float *const *from, float *to, Span span) {
+  switch (count) {
+    case 1: return add_rows<1, ones>(from, to, span);
+    case 2: return add_rows<2, ones>(from, to, span);
+    case 3: return add_rows<3, ones>(from, to, span);
+    case 4: return add_rows<4, ones>(from, to, span);
+    case 5: return add_rows<5, ones>(from, to, span);
+    default: return add_rows<6, ones>(from, to, span);
   }
 }
 

@@ -7,37 +7,92 @@ namespace einsight {
 
 enum class Dtype : int { float32, bfloat16, float16 };
 
+// Which keys a query may see: those that everything given here allows.
+struct Rule {
+  const int64_t *lo, *hi;           // lo <= j < hi
+  int64_t lo_stride[3], hi_stride[3];
+  const uint8_t *seen;              // bytes that broadcast to [b, h, i, j], or null
+  int64_t seen_stride[4];
+  bool shows;                       // whether a byte that is not 0 shows the key or hides it
+  const int64_t *query_ids, *key_ids;  // the same id, or null; key ids of one item lie side by side
+  int64_t query_ids_stride[2], key_ids_stride[2];
+
+  bool is_interval() const { return !seen && !key_ids; }
+};
+
+// A readout of finished weights.
+enum class Kind : int { received, seen, pool, rows, top, share, mass_of_ids, mass, diagonal, distance };
+
+struct Ask {
+  Kind kind;
+  int64_t number;                   // top: k; mass: groups; diagonal: shift; pool: queries and keys of a block
+  int64_t count;                    // the queries it is about
+  const int64_t *slot;              // [i]: the row of the result that query i fills, -1 for none; null: row i
+  Rule rule;                        // share
+  const int64_t *ids;               // mass: [j] groups, -1 for none
+  const float *matrix;              // mass: [j][number rounded up to 16]
+  int64_t item_stride;              // between the ids, or the matrices, of two items
+  float *result;                    // zeros on entry where pieces are added up
+  int64_t *indices;                 // top
+
+  int64_t slot_of(int64_t query) const { return slot ? slot[query] : query; }
+  // Sums over queries have one line, or with pool a line for each block of queries.
+  bool adds() const { return kind == Kind::received || kind == Kind::seen || kind == Kind::pool; }
+  int64_t line_of(int64_t query) const { return kind == Kind::pool ? query / number : 0; }
+  int64_t cell() const { return kind == Kind::pool ? number : 1; }  // keys that one column is about
+};
+
 // Letters as everywhere: b batch, h query heads, g key heads, i query, j key, d head_dim, e value_dim.
-struct Request {
+struct Request : Rule {
   int64_t b, h, g, i, j, d, e;
   Dtype dtype;
   const void *query, *key, *value;  // value is null where only readouts are asked
   int64_t query_stride[4], key_stride[4], value_stride[4];
   float scale, softcap;             // softcap 0: none
   const float *sink, *slopes;       // [h] or null
-  const int64_t *lo, *hi;           // keys visible to a query: lo <= j < hi
-  int64_t lo_stride[3], hi_stride[3];
-  const int64_t *positions;         // p, read for alibi only
+  const float *bias;                // broadcasts to [b, h, i, j], or null; -inf hides a key
+  int64_t bias_stride[4];
+  const int64_t *positions;         // p, read for alibi, diagonal and distance only
   int64_t positions_stride[2];
-  const uint8_t *received_from;     // [i]: the queries that count, null: all of them
   void *output;                     // [b, h, i, e] in the inputs' dtype
   float *lse, *max_score, *entropy; // [b, h, i]
-  float *received;                  // [b, h, j], zeros on entry
-  float *weights, *scores;          // [b, h, i, j]
+  float *lse_rest;                  // [b, h, i]: what rounding took from lse, for the gradients
+  float *scores;                    // [b, h, i, j]
+  const Ask *asks;
+  int64_t ask_count;
 
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
-  bool keeps_weights() const { return received || weights; }
+  bool keeps_weights() const { return ask_count > 0; }
 
   // Scores are stored without the scale, which then costs no step of its own: it is part of the factor between
-  // differences of scores and exponents of 2. Only its sign goes into the query. Where softcap or alibi ask for a
+  // differences of scores and exponents of 2. Only its sign goes into the query. Where softcap or a bias ask for a
   // step anyway, it applies the scale as well; so does the query where a scale is too small to divide by.
-  bool adjusted() const { return softcap > 0 || slopes; }
+  bool adjusted() const { return softcap > 0 || slopes || bias; }
+  // Whether single keys may be hidden between those that a query sees.
+  bool is_dense() const { return bias || !is_interval(); }
   float query_factor() const { return adjusted() ? 1.f : unit() == 1.f ? scale : scale < 0 ? -1.f : 1.f; }
   float unit() const {  // a score is a stored score times this
     float size = scale < 0 ? -scale : scale;
     return adjusted() || size < 1e-9f ? 1.f : size;
   }
+};
+
+// What the gradients are made from, beside the forward's request, and where they go. Null: not given, or not asked.
+struct Gradient {
+  const void *output, *output_grad;                 // [b, h, i, e] in the inputs' dtype
+  int64_t output_stride[4], output_grad_stride[4];
+  const float *lse, *lse_rest, *max_score, *entropy; // [b, h, i], the forward's results; entropy with its gradient
+  const float *lse_grad, *max_score_grad, *entropy_grad;
+  const Ask *asks;                                  // the forward's readouts: `result` their gradient, null: none
+  int64_t ask_count;
+  float *query_grad, *key_grad, *value_grad;        // [b, h, i, d], [b, g, j, d], [b, g, j, e]; zeros on entry
+  float *slopes_grad;                               // [b, h, i]: each query's part of its head's
+  float *bias_grad;                                 // [b or 1, h or 1, i, j]; zeros on entry
+  int64_t bias_grad_stride[2];                      // 0 where all items, or all heads, add to the same
+  float *sink_grad;                                 // [b, h, i]: each query's part
+
+  bool looks_first() const { return ask_count > 0 || max_score_grad; }
 };
 
 constexpr int kGroup = 6;    // query rows in one register tile
@@ -63,10 +118,19 @@ struct Rows {
   float *sum;            // [rows][16] lanes of the sum of exp2(x), x = (score - reference) * unit * log2(e)
   float *moment;         // [rows][16] lanes of the sum of exp2(x) * x
   float *output;         // [rows][padded e]
-  float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile; first column is key `origin`
+  float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile, in the end weights; first column is key `origin`
   int64_t weights_stride, origin;
   float *tile_reference; // [tile][rows_stride] the reference that `weights` was written with
   int64_t rows_stride;
+};
+
+// What one block of rows adds to one readout: columns [first, last) of lines [line, line_end) of each head.
+struct Sums {
+  float *data;           // [head][line][stride]
+  int64_t lines, stride; // how many lines there is room for
+  int64_t line, line_end, first, last;
+
+  float *of(int64_t head, int64_t n) const { return data + (head * lines + n - line) * stride; }
 };
 
 // A thread's own memory.
@@ -74,7 +138,9 @@ struct Workspace {
   float *query;          // [rows][padded d], scaled
   float *tile_max;       // [rows][16]
   float *scores;         // [rows][kTile + 16], where weights need not be kept
-  float *received;       // [heads per key][padded j], where asked
+  float *values;         // [kTile][columns of a value panel], where single keys may be hidden
+  float *mass;           // [kGroup][padded groups], where asked
+  Sums *sums;            // [asks], of those that add up
 };
 
 struct Task {
@@ -83,15 +149,37 @@ struct Task {
   int64_t key_begin, key_end;     // multiples of kTile, but for the end
 };
 
+constexpr int kPart = 768;  // query rows of one task of the gradients, at most
+
+// Query rows of one key head whose gradients one thread computes. Their share of the gradients of a tile of keys is
+// added when `turns[tile]` says that the parts before have done so: `before[tile]` counts those.
+struct Part {
+  int64_t batch, group, row_begin, row_end;
+  int64_t tile_begin, tile_end;  // the tiles of keys that some row sees
+  int32_t *turns;
+  const int32_t *before;
+};
+
+// A thread's memory for the gradients.
+struct GradientSpace {
+  float *query, *output_grad, *query_grad;   // [kPart][padded d or e]
+  float *keys, *key_rows, *values;           // a tile: panels [d][64], rows in panels [256][columns], panels [e][64]
+  float *key_grad, *value_grad;              // a tile [256][padded d or e]
+  float *weights, *scores_grad, *chain;      // [kBlock][kTile + 16]; chain: derivative of the softcap
+  float *clean;                              // a copy of rows or a panel without what may not be seen
+  float *row[7];                             // [kPart] each
+  uint8_t *unsafe;                           // [kPart]: the row of query or output_grad is NaN or infinite somewhere
+};
+
 // What an instruction set offers. One instance per level; see block.cpp.
 struct Kernel {
   const char *name;
   int width;  // floats in a vector
   void (*attend)(const Request &, const Task &, Packed &, Workspace &, Rows &);
   void (*merge)(const Request &, Rows &into, const Rows &from);
-  // Output and readouts of finished rows. Adds received to work.received[head][j - *first], and returns
-  // in first and last the range of keys it touched.
-  void (*finish)(const Request &, const Task &, Workspace &, Rows &, int64_t *first, int64_t *last);
+  // Output and readouts of finished rows. What is added up over blocks is left in the workspace.
+  void (*finish)(const Request &, const Task &, Workspace &, Rows &);
+  void (*differentiate)(const Request &, const Gradient &, const Part &, GradientSpace &);
   double (*peak)(int64_t steps);  // multiply-adds and nothing else: the ceiling benchmarks compare with
 };
 

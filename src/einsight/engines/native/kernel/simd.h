@@ -6,6 +6,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "request.h"
@@ -29,6 +31,7 @@ typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t Int __attribute__((vector_size(W * 4)));
 typedef uint32_t Bits __attribute__((vector_size(W * 4)));
 typedef uint16_t Half __attribute__((vector_size(W * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -47,6 +50,24 @@ INLINE void stream(float *to, Vec v) {
 INLINE void end_of_stream() {
 #if defined(__AVX2__)
   _mm_sfence();
+#endif
+}
+
+inline void fill(float *to, int64_t begin, int64_t end, float x) {
+  for (int64_t k = begin; k < end; k++) to[k] = x;
+}
+
+// a b + c in one rounding where the processor has it. Said outright where the compiler might round the product instead,
+// depending on what else uses it.
+INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
 #endif
 }
 
@@ -83,12 +104,13 @@ constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f
 constexpr float kInfinity = __builtin_inff();
 constexpr float kSmallest = -126.f;  // exp2 below this is 0
 
-// 2^x for x <= 0: exactly 0 below -126 and for -inf, exactly 1 at 0, NaN for NaN; 1 ulp.
-// Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits, where the shift finds it.
-INLINE Vec exp2_nonpositive(Vec x) {
+// 2^(x c) for x c <= 0: exactly 0 below -126 and for -inf, exactly 1 at 0, NaN for NaN; 1 ulp.
+// Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits, where the shift finds it. The product is never
+// rounded by itself: both its uses are multiply-adds.
+INLINE Vec exp2_nonpositive(Vec x, Vec c) {
   const Vec magic = all(12582912.f);
-  Vec shifted = x + magic;
-  Vec f = x - (shifted - magic);
+  Vec shifted = multiply_add(x, c, magic);
+  Vec f = multiply_add(x, c, magic - shifted);
   Vec p = all(1.5353362e-4f);
   p = p * f + 1.3398874453e-3f;
   p = p * f + 9.6184373576e-3f;
@@ -97,8 +119,27 @@ INLINE Vec exp2_nonpositive(Vec x) {
   p = p * f + 6.9314720286e-1f;
   p = p * f + 1.f;
   Vec y = (Vec)(bits(p) + (bits(shifted) << 23));
-  return x < kSmallest ? Vec{} : y;
+  return shifted < magic + kSmallest ? Vec{} : y;
 }
+
+INLINE Vec exp2_nonpositive(Vec x) { return exp2_nonpositive(x, all(1.f)); }
+
+INLINE Int as_int(Vec v) { return (Int)v; }
+INLINE Int select(Int condition, Int a, Int b) { return condition ? a : b; }
+
+// A bit for each lane of a comparison.
+INLINE uint32_t lanes(Int condition) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)condition);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)condition);
+#else
+  uint32_t found = 0;
+  for (int k = 0; k < W; k++) found |= (uint32_t)(condition[k] & 1) << k;
+  return found;
+#endif
+}
+constexpr uint32_t kAllLanes = (1u << W) - 1;
 
 INLINE float exp2_nonpositive(float x) { return exp2_nonpositive(all(x))[0]; }
 

@@ -1,0 +1,188 @@
+"""The native operations under grad."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from einsight.biases import Alibi
+from einsight.coordinates import Axis, numbers
+from einsight.engines import stream
+from einsight.engines.native import operations
+from einsight.engines.native.asks import Ask, Kind, as_found
+from einsight.engines.native.operations import Asked, Results, Settings
+from einsight.engines.native.rules import LIMIT
+from einsight.problem import Problem
+from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Scores
+
+_Biases = tuple[Tensor | None, Tensor | None] | str
+
+
+def refuses(problem: Problem) -> str | None:
+    """What it can't derive."""
+    if any(type(readout) is Scores for readout in problem.readouts):
+        return "it has no derivative of dense scores; under torch.no_grad() it runs"
+    if any(tensor.requires_grad for readout in problem.readouts for tensor in readout.tensors):
+        return "it has no derivative with respect to what a readout is made of"
+    if _learns_bias(problem) and type(problem.bias) is not Alibi:
+        if torch.compiler.is_compiling():
+            return "torch.compile can't look into the derivative of its biases"
+        if problem.sizes.h > 768 * problem.sizes.g:
+            return "it has no derivative of a bias where more than 768 heads read one key"
+    return None
+
+
+def _learns_bias(problem: Problem) -> bool:
+    return problem.bias is not None and any(tensor.requires_grad for tensor in problem.bias.tensors)
+
+
+def learned(problem: Problem, lowered: _Biases) -> _Biases:
+    """The lowered bias as its gradient is computed: for each query and key by itself."""
+    if isinstance(lowered, str):
+        return lowered
+    slopes, given = lowered
+    if given is None or not given.requires_grad:
+        return lowered
+    bias = given.expand(-1, -1, problem.sizes.i, problem.sizes.j)
+    if bias.numel() > given.numel() and bias.numel() * 4 > LIMIT:
+        return f"the gradient of the bias, before it is summed, would take more than {LIMIT >> 20} MB"
+    return slopes, bias
+
+
+def forward(problem: Problem, settings: Settings, asked: Asked, asks: list[tuple[Ask, ...]]) -> Results:
+    """The operation's results, with gradients to the problem's tensors."""
+    biases = () if problem.bias is None else problem.bias.tensors
+    leaves = problem.query, problem.key, problem.value, problem.sink, *biases
+    output, lse, max_score, entropy, scores, lse_rest, *parts = _Attention.apply(
+        problem, settings, asked, asks, *leaves
+    )
+    return Results(output, lse, max_score, entropy, scores, lse_rest, parts)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Problem, settings: Settings, asked: Asked, asks: list[tuple[Ask, ...]], *leaves: Any
+    ) -> tuple[Tensor | None, ...]:
+        ctx.problem, ctx.asks, ctx.lowered, ctx.entropy = problem, asks, settings[3:5], asked.entropy
+        slopes, bias = (None if t is None else t.detach() for t in ctx.lowered)
+        ctx.settings = settings = settings._replace(slopes=slopes, bias=bias)
+        asked = asked._replace(lse=True, max_score=True, lse_rest=True)
+        found = operations.forward(leaves[0], leaves[1], leaves[2], settings, asked)
+        integers = [part for part in found.parts if part is not None and not part.dtype.is_floating_point]
+        ctx.save_for_backward(*leaves, *found[:4], found.lse_rest, *integers)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found.lse_rest, *integers)
+        return *found[:6], *found.parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        problem, wanted = ctx.problem, ctx.needs_input_grad[4:]
+        leaves, found = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
+        if torch.is_grad_enabled():
+            return None, None, None, None, *_once_more(problem, ctx.asks, leaves, wanted, grads)
+        query, key, value, sink, *_ = leaves
+        output, lse, max_score, entropy, lse_rest, *integers = found
+        upper, indices = _of_asks(ctx.asks, grads[6:], integers)
+        of_output, of_lse, of_max, of_entropy = (None if g is None else g.contiguous() for g in grads[:4])
+        if value is None:
+            output = of_output = None
+        made = operations.backward(
+            query,
+            key,
+            value,
+            ctx.settings,
+            Results(output, lse, max_score, entropy if ctx.entropy else None, None, lse_rest, indices),
+            Results(of_output, of_lse, of_max, of_entropy, None, None, upper),
+            (*wanted[:4], *(lowered is not None and lowered.requires_grad for lowered in ctx.lowered)),
+        )
+        return (
+            None,
+            None,
+            None,
+            None,
+            made.query.to(query.dtype) if wanted[0] else None,
+            made.key.to(key.dtype) if wanted[1] else None,
+            made.value.to(value.dtype) if value is not None and wanted[2] else None,
+            _of_all_heads(made.sink, problem.heads, sink) if wanted[3] else None,
+            *_of_biases(problem, ctx.lowered, leaves[4:], wanted[4:], made),
+        )
+
+
+def _of_asks(
+    asks: list[tuple[Ask, ...]], grads: tuple[Tensor | None, ...], integers: list[Tensor]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """For each readout of weights the gradient of its floats, and its integers."""
+    left, whole = iter(grads), iter(integers)
+    upper: list[Tensor | None] = []
+    indices: list[Tensor | None] = []
+    for ask in (ask for own in asks for ask in own):
+        grad = next(left)
+        upper.append(None if grad is None else grad.contiguous())
+        indices.append(next(whole) if ask.kind is Kind.TOP else None)
+        if ask.kind is Kind.TOP:
+            next(left)
+    return upper, indices
+
+
+def _of_all_heads(parts: Float[Tensor, "b h i"], heads: Axis, of: Tensor) -> Tensor:
+    """The gradient of a tensor of all heads, or of one number for them all, from the parts of the heads here."""
+    grad = parts.sum((0, 2), dtype=torch.float64)
+    if of.shape[0] == 1:
+        return grad.sum(0, keepdim=True).to(of.dtype)
+    return grad.new_zeros(of.shape[0]).index_add(0, numbers(heads), grad).to(of.dtype)
+
+
+def _of_biases(
+    problem: Problem,
+    lowered: tuple[Tensor | None, Tensor | None],
+    leaves: tuple[Tensor, ...],
+    wanted: tuple[bool, ...],
+    made: operations.Gradients,
+) -> list[Tensor | None]:
+    """The gradients of what the bias is made of."""
+    if not any(wanted):
+        return [None for _ in wanted]
+    if type(problem.bias) is Alibi:
+        return [_of_all_heads(made.slopes, problem.heads, leaves[0])]
+    slopes, bias = lowered
+    of_slopes = made.slopes.sum((0, 2), dtype=torch.float64).float() if slopes is not None else None
+    pairs = [(x, g) for x, g in ((slopes, of_slopes), (bias, made.bias)) if x is not None and x.requires_grad]
+    own = problem.bias.tensors if problem.bias is not None else ()
+    chosen = [tensor for tensor, want in zip(own, wanted, strict=True) if want]
+    found = iter(
+        torch.autograd.grad([x for x, _ in pairs], chosen, [g for _, g in pairs], retain_graph=True, allow_unused=True)
+    )
+    return [next(found) if want else None for want in wanted]
+
+
+def _once_more(
+    problem: Problem,
+    asks: list[tuple[Ask, ...]],
+    leaves: tuple[Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    grads: tuple[Tensor | None, ...],
+) -> list[Tensor | None]:
+    """The gradients made so that they can be differentiated again, by the engine that can."""
+    given: list[tuple[Readout, Tensor | None]] = list(
+        zip((LogSumExp(), MaxScore(), Entropy()), grads[1:4], strict=True)
+    )
+    left = iter(grads[6:])
+    for readout, own in zip(problem.readouts, asks, strict=True):
+        mine = [next(left) for ask in own for _ in ask.shapes(problem.sizes)]
+        if mine:
+            given.append(as_found(readout, problem, mine[0]))
+    pairs = [(readout, grad) for readout, grad in given if grad is not None]
+    with torch.enable_grad():
+        output, found = stream.run(replace(problem, readouts=tuple(readout for readout, _ in pairs)))
+    results = [result[0] if isinstance(result, tuple) else result for result in found]
+    upper = [grad for _, grad in pairs]
+    if grads[0] is not None and output is not None:
+        results, upper = [output, *results], [grads[0], *upper]
+    chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if leaf is not None and want]
+    made = iter(torch.autograd.grad(results, chosen, upper, create_graph=True, allow_unused=True))
+    return [next(made) if want else None for want in wanted]

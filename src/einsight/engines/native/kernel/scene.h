@@ -1,0 +1,158 @@
+// What a part of the gradients' rows is, before and after its tiles: rows copied, sums that a row must know, results.
+#pragma once
+#include <sched.h>
+
+#include "softmax.h"
+
+extern "C" double exp(double);
+extern "C" double expm1(double);
+
+namespace einsight {
+namespace EINSIGHT_LEVEL {
+
+constexpr int64_t kStride = kTile + 16;  // of rows of a tile: not a whole page apart
+
+// One number for each row of the part.
+struct RowTerms {
+  float *base;     // the largest score, as stored; 0 where the row sees nothing
+  float *inverse;  // exp(max - lse): what exponentials relative to the largest are multiplied by
+  float *mean;     // sum_k w_k g_k
+  float *shift;    // what is added to every g: dlse - mean - dentropy (1 + ln inverse)
+  float *entropy;  // dentropy ln 2
+  float *top;      // how many scores are the largest; then each one's part of dmax
+  float *slope;    // the part of alibi's slope
+};
+
+struct Scene {
+  const Request &a;
+  const Gradient &grad;
+  const Part &part;
+  GradientSpace &space;
+  RowTerms row;
+  int64_t query_stride, value_stride, blocks;
+  Sight sight[kPart / kBlock];
+  int64_t begin[kPart / kBlock + 1];  // of blocks, in rows of the part
+  float exponent;
+
+  Scene(const Request &a, const Gradient &grad, const Part &part, GradientSpace &space)
+      : a(a), grad(grad), part(part), space(space),
+        row{space.row[0], space.row[1], space.row[2], space.row[3], space.row[4], space.row[5], space.row[6]},
+        query_stride(round_up(a.d, kMaxWidth)), value_stride(round_up(a.e, kMaxWidth)), exponent(a.unit() * kLog2e) {
+    int64_t rows = part.row_end - part.row_begin;
+    blocks = (rows + kBlock - 1) / kBlock;
+    int64_t block = round_up((rows + blocks - 1) / blocks, kGroup);
+    for (int64_t n = 0; n <= blocks; n++) begin[n] = least(n * block, rows);
+  }
+
+  int64_t at(int64_t block, int64_t r) const {  // the row's place in [b, h, i]
+    const Sight &s = sight[block];
+    return (part.batch * a.h + s.head[r]) * a.i + s.query[r];
+  }
+};
+
+// A row that no gradient reaches has none to give, whatever NaN it sees.
+inline bool takes_part(const Scene &c, int64_t at, const float *output_grad) {
+  const Gradient &g = c.grad;
+  auto given = [&](const float *grads) { return grads && grads[at] != 0.f; };
+  bool any = g.ask_count > 0 || given(g.lse_grad) || given(g.max_score_grad) || given(g.entropy_grad);
+  for (int64_t k = 0; g.output_grad && !any && k < c.a.e; k++) any = output_grad[k] != 0.f;
+  return any;
+}
+
+constexpr int64_t kSlab = 16;  // steps in one chain of a product whose result is compared with a sum of its like
+
+// output . output_grad of one row. What has no gradient has no part in it, NaN or not. Exact, unless the row sees one
+// key: there it is g itself, by the same chains, so that the gradient of the score is exactly 0.
+inline float product_with_grad(const Scene &c, const Sight &s, int64_t r, const float *output_grad) {
+  float *output = c.space.clean;
+  pack_row(c.a, c.grad.output, c.grad.output_stride, c.part.batch, s.head[r], s.query[r], c.a.e, 1.f, output);
+  double exact = 0.;
+  float sum = 0.f;
+  for (int64_t slab = 0; slab < c.a.e; slab += kSlab) {
+    float chain = 0.f;
+    for (int64_t k = slab; k < least(slab + kSlab, c.a.e); k++) {
+      if (output_grad[k] == 0.f) continue;
+      exact += (double)output_grad[k] * output[k];
+      chain += output_grad[k] * output[k];
+    }
+    sum = chain + sum;
+  }
+  return s.hi[r] - s.lo[r] == 1 ? sum : (float)exact;
+}
+
+// The logarithm of the sink's weight.
+inline double sink_log(const Scene &c, int64_t at, int64_t head) {
+  return ((double)c.a.sink[head] - c.grad.lse[at]) - c.grad.lse_rest[at];
+}
+
+inline void begin_row(Scene &c, int64_t block, int64_t r) {
+  const Request &a = c.a;
+  const Gradient &g = c.grad;
+  Sight &s = c.sight[block];
+  int64_t n = c.begin[block] + r, at = c.at(block, r);
+  float *query = c.space.query + n * c.query_stride, *output_grad = c.space.output_grad + n * c.value_stride;
+  c.space.unsafe[n] = pack_row(a, a.query, a.query_stride, c.part.batch, s.head[r], s.query[r], a.d, a.query_factor(),
+                               query);
+  float mean = 0.f, top = g.max_score[at], lse = g.lse[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
+  bool empty = top == -kInfinity;
+  if (g.output_grad) {
+    c.space.unsafe[n] |= pack_row(a, g.output_grad, g.output_grad_stride, c.part.batch, s.head[r], s.query[r], a.e, 1.f,
+                                  output_grad);
+    mean = product_with_grad(c, s, r, output_grad);
+  }
+  if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = s.view[r].lo = s.view[r].hi = 0;
+  c.row.base[n] = empty ? 0.f : top / a.unit();
+  c.row.inverse[n] = empty ? 0.f : exp(((double)top - lse) - g.lse_rest[at]);
+  c.row.entropy[n] = entropy * kLn2;
+  c.row.mean[n] = mean;
+  c.row.top[n] = c.row.slope[n] = 0.f;
+}
+
+inline void begin_rows(Scene &c) {
+  for (int64_t block = 0; block < c.blocks; block++) {
+    int64_t first = c.part.row_begin + c.begin[block], last = c.part.row_begin + c.begin[block + 1];
+    c.sight[block] = look(c.a, {c.part.batch, c.part.group, first, last, 0, c.a.j});
+    for (int64_t r = 0; r < last - first; r++) begin_row(c, block, r);
+    narrow(c.sight[block], last - first, 0, c.a.j);
+  }
+  if (c.grad.query_grad) fill(c.space.query_grad, 0, c.begin[c.blocks] * c.query_stride, 0.f);
+}
+
+// All of a row's sums are known.
+inline void end_look(Scene &c) {
+  const Gradient &g = c.grad;
+  for (int64_t block = 0; block < c.blocks; block++) {
+    for (int64_t r = 0; r < c.begin[block + 1] - c.begin[block]; r++) {
+      int64_t n = c.begin[block] + r, at = c.at(block, r);
+      float shift = -c.row.mean[n];
+      if (g.lse_grad) shift += g.lse_grad[at];
+      if (g.entropy_grad && g.entropy_grad[at] != 0.f && g.max_score[at] > -kInfinity) {
+        float seen = c.a.sink ? -expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
+        float mean = g.entropy_grad[at] * (g.entropy[at] - seen);
+        shift -= g.entropy_grad[at] * ((g.entropy[at] - seen) + 1.f + ((g.max_score[at] - g.lse[at]) - g.lse_rest[at]));
+        c.row.mean[n] += mean;
+      }
+      c.row.shift[n] = shift;
+      if (g.max_score_grad) c.row.top[n] = c.row.top[n] > 0.f ? g.max_score_grad[at] / c.row.top[n] : 0.f;
+    }
+  }
+}
+
+inline void end_rows(Scene &c) {
+  const Gradient &g = c.grad;
+  for (int64_t block = 0; block < c.blocks; block++) {
+    for (int64_t r = 0; r < c.begin[block + 1] - c.begin[block]; r++) {
+      int64_t n = c.begin[block] + r, at = c.at(block, r);
+      const float *from = c.space.query_grad + n * c.query_stride;
+      for (int64_t k = 0; g.query_grad && k < c.a.d; k++) g.query_grad[at * c.a.d + k] = from[k] * c.a.scale;
+      if (g.slopes_grad) g.slopes_grad[at] = c.row.slope[n];
+      if (g.sink_grad) {
+        float upper = (g.lse_grad ? g.lse_grad[at] : 0.f) - c.row.mean[n];
+        g.sink_grad[at] = upper == 0.f ? 0.f : upper * (float)exp(sink_log(c, at, c.sight[block].head[r]));
+      }
+    }
+  }
+}
+
+}  // namespace EINSIGHT_LEVEL
+}  // namespace einsight

@@ -1,0 +1,205 @@
+"""The kernel's two operations, forward and backward, on tensors alone; for torch.compile each is one opaque op."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from einsight.coordinates import Sizes
+from einsight.engines.native.asks import Ask, Kind, blank
+from einsight.engines.native.rules import Rule
+
+try:
+    kernel: Any = import_module("einsight.engines.native._native")
+except ImportError:
+    kernel = None
+
+
+class Settings(NamedTuple):
+    """What scores and weights are made with. `softcap` 0 is none; `numbers` and `tensors` hold the mask and the
+    readouts of weights: see `flat`."""
+
+    scale: float
+    softcap: float
+    sink: Float[Tensor, " h"] | None
+    slopes: Float[Tensor, " h"] | None
+    bias: Float[Tensor, "#b #h #i #j"] | None
+    positions: Int[Tensor, "#b i"] | None
+    numbers: list[int]
+    tensors: list[Tensor | None]
+
+
+class Asked(NamedTuple):
+    """Which results beside the readouts of weights the kernel is to write."""
+
+    lse: bool = False
+    max_score: bool = False
+    entropy: bool = False
+    scores: bool = False
+    lse_rest: bool = False  # what rounding took from lse, which the gradients make the weights from
+
+
+class Results(NamedTuple):
+    """What the forward writes, or gradients of it. What wasn't asked is an empty tensor, what isn't there None."""
+
+    output: Tensor | None  # [b, h, i, e]
+    lse: Tensor | None  # [b, h, i]
+    max_score: Tensor | None  # [b, h, i]
+    entropy: Tensor | None  # [b, h, i]
+    scores: Tensor | None  # [b, h, i, j]
+    lse_rest: Tensor | None  # [b, h, i]
+    parts: list[Tensor | None]  # of each readout of weights in turn
+
+
+class Gradients(NamedTuple):
+    """What the backward writes, in float32; empty tensors for what isn't wanted."""
+
+    query: Tensor  # [b, h, i, d]
+    key: Tensor  # [b, g, j, d]
+    value: Tensor  # [b, g, j, e]
+    sink: Tensor  # [b, h, i]: each query's part
+    slopes: Tensor  # [b, h, i]: each query's part
+    bias: Tensor  # [#b, #h, i, j]
+
+
+def forward(
+    query: Float[Tensor, "b h i d"],
+    key: Float[Tensor, "b g j d"],
+    value: Float[Tensor, "b g j e"] | None,
+    settings: Settings,
+    asked: Asked,
+) -> Results:
+    """The output and the results asked for."""
+    run = torch.ops.einsight.native_forward if torch.compiler.is_compiling() else _forward
+    output, lse, max_score, entropy, scores, lse_rest, *parts = run(query, key, value, *settings, *asked)
+    return Results(output, lse, max_score, entropy, scores, lse_rest, parts)
+
+
+def backward(
+    query: Float[Tensor, "b h i d"],
+    key: Float[Tensor, "b g j d"],
+    value: Float[Tensor, "b g j e"] | None,
+    settings: Settings,
+    found: Results,
+    upper: Results,
+    wanted: tuple[bool, ...],
+) -> Gradients:
+    """The gradients `wanted`, from the forward's results and the gradients of these; `upper.parts` holds one for each
+    readout of weights, `found.parts` the keys of the strongest ones."""
+    run = torch.ops.einsight.native_backward if torch.compiler.is_compiling() else _backward
+    of_scores = found.output, found.lse, found.max_score, found.entropy, found.lse_rest
+    return Gradients(*run(query, key, value, *settings, *of_scores, *upper[:4], upper.parts, found.parts, *wanted))
+
+
+def flat(rule: Rule, asks: list[Ask]) -> tuple[list[int], list[Tensor | None]]:
+    """The mask and what is asked as an operation takes them: numbers, and tensors that may be absent."""
+    whole = [rule, *(ask.rule for ask in asks)]
+    numbers = [int(rule is not None and rule.shows) for rule in whole]
+    tensors: list[Tensor | None] = []
+    for rule_of in whole:
+        lo, hi, seen, _, query_ids, key_ids = rule_of or (None,) * 6
+        tensors += [lo, hi, seen, query_ids, key_ids]  # type: ignore[list-item]
+    for ask in asks:
+        numbers += [int(ask.kind), ask.rows, ask.number]
+        tensors += [ask.slot, ask.member]
+    return numbers, tensors
+
+
+def _unflat(numbers: list[int], tensors: list[Tensor | None]) -> tuple[tuple[Any, ...], list[Ask]]:
+    n = (len(numbers) - 1) // 4  # a number for each rule, the mask's first, and three for each readout
+    parts = [tensors[5 * k : 5 * k + 5] for k in range(n + 1)]
+    rules = [(*part[:3], bool(shows), *part[3:]) for part, shows in zip(parts, numbers, strict=False)]
+    numbers, tensors = numbers[n + 1 :], tensors[5 * (n + 1) :]
+    asks = []
+    for k in range(n):
+        kind, rows, number = numbers[3 * k : 3 * k + 3]
+        rule = None if rules[k + 1][0] is None else rules[k + 1]
+        asks.append(Ask(Kind(kind), rows, number, tensors[2 * k], rule, tensors[2 * k + 1]))  # type: ignore[arg-type]
+    return rules[0], asks
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor | None, *rest: Any, threads: int | None = None, level: int = 0
+) -> list[Tensor]:
+    """`level` chooses among `kernel.levels`, the instruction sets of this processor, best first."""
+    *settings, numbers, tensors = rest[:8]
+    asked = Asked(*rest[8:])
+    rule, asks = _unflat(numbers, tensors)
+    own, parts = _results(query, key, value, asked, asks)
+    given = [result if flag else None for result, flag in zip(own, (value is not None, *asked), strict=True)]
+    lines = [_line(ask, part[0], part[1] if part[1:] else None) for ask, part in zip(asks, parts, strict=True)]
+    kernel.forward(query, key, value, *settings, rule, *given, lines, threads or torch.get_num_threads(), level)
+    # An operation may not return one tensor twice, so each that is absent is an empty one of its own.
+    return [*own, *(tensor for part in parts for tensor in part)]
+
+
+def _line(ask: Ask, result: Tensor | None, indices: Tensor | None) -> tuple[Any, ...]:
+    return int(ask.kind), ask.number, ask.rows, ask.slot, ask.rule, ask.member, result, indices
+
+
+def _results(
+    query: Tensor, key: Tensor, value: Tensor | None, asked: Asked, asks: list[Ask]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    b, h, i, d = query.shape
+    g, j = key.shape[1:3]
+
+    def make(asked: bool, *shape: int) -> Tensor:
+        return torch.empty(shape if asked else 0, dtype=torch.float32, device=query.device)
+
+    rows = (make(flag, b, h, i) for flag in (asked.lse, asked.max_score, asked.entropy))
+    output = query.new_empty(0 if value is None else (b, h, i, value.shape[3]))
+    own = [output, *rows, make(asked.scores, b, h, i, j), make(asked.lse_rest, b, h, i)]
+    return own, [blank(ask, Sizes(b, h, g, i, j, d, 0)) for ask in asks]
+
+
+def _backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any, level: int = 0) -> list[Tensor]:
+    *settings, numbers, tensors = rest[:8]
+    found, upper, (upper_parts, indices), wanted = rest[8:13], rest[13:17], rest[17:19], rest[19:]
+    rule, asks = _unflat(numbers, tensors)
+    made = _gradients(query, key, value, settings[4], *wanted)
+    given = [gradient if gradient.numel() else None for gradient in made]
+    lines = [_line(*line) for line in zip(asks, upper_parts, indices, strict=True) if line[1] is not None]
+    kernel.backward(query, key, value, *settings, rule, *found, *upper, lines, *given, torch.get_num_threads(), level)
+    return made
+
+
+def _gradients(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, *wanted: bool) -> list[Tensor]:
+    none = query.new_empty(0)
+    shapes = [(none if t is None else t).shape for t in (query, key, value, query[..., 0], query[..., 0], bias)]
+    return [
+        torch.zeros(shape if want else (0,), dtype=torch.float32, device=query.device)
+        for shape, want in zip(shapes, wanted, strict=True)
+    ]
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
+    own, parts = _results(query, key, value, Asked(*rest[8:]), _unflat(*rest[6:8])[1])
+    return [*own, *(tensor for part in parts for tensor in part)]
+
+
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> list[Tensor]:
+    return _gradients(query, key, value, rest[4], *rest[19:])
+
+
+library = torch.library.Library("einsight", "FRAGMENT")
+_PROBLEM = (
+    "Tensor query, Tensor key, Tensor? value, float scale, float softcap, Tensor? sink, Tensor? slopes, Tensor? bias, "
+    "Tensor? positions, int[] numbers, Tensor?[] tensors"
+)
+library.define(
+    f"native_forward({_PROBLEM}, bool lse, bool max_score, bool entropy, bool scores, bool lse_rest) -> Tensor[]"
+)
+library.define(
+    f"native_backward({_PROBLEM}, Tensor? output, Tensor lse, Tensor max_score, Tensor? entropy, Tensor lse_rest, "
+    "Tensor? of_output, Tensor? of_lse, Tensor? of_max_score, Tensor? of_entropy, Tensor?[] of_parts, "
+    "Tensor?[] indices, bool query_wanted, bool key_wanted, bool value_wanted, bool sink_wanted, bool slopes_wanted, "
+    "bool bias_wanted) -> Tensor[]"
+)
+library.impl("native_forward", _forward, "CPU")
+library.impl("native_backward", _backward, "CPU")
+torch.library.register_fake("einsight::native_forward", _fake_forward, lib=library)
+torch.library.register_fake("einsight::native_backward", _fake_backward, lib=library)

@@ -1,0 +1,373 @@
+"""The native engine's gradients against the oracle's, and their promises about bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from checks import check_close
+from gradients import gradients, loss, low_precision, of_oracle
+from oracle import Case
+from torch import Tensor
+from torch.testing import assert_close
+
+import einsight as es
+from einsight.engines import native
+from einsight.problem import pose
+
+pytestmark = pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
+
+LEVELS = native.operations.kernel.levels if native.operations.kernel else []
+READOUTS: dict[str, tuple[es.Readout, Any]] = {
+    "lse": (es.LogSumExp(), lambda o: o["lse"]),
+    "max": (es.MaxScore(), lambda o: o["scores"].amax(-1)),
+    "entropy": (es.Entropy(), lambda o: oracle.entropy(o["weights"])),
+    "received": (es.Received(), lambda o: o["weights"].sum(2)),
+    "weights": (es.Weights(), lambda o: o["weights"]),
+}
+
+
+# Readouts of weights for each size, on causal masks: their right results are taken from the oracle's weights.
+def more_readouts(sizes: tuple[int, ...]) -> dict[str, tuple[es.Readout, Any]]:
+    b, _, g, i, j, _, _ = sizes
+    p = torch.arange(i)[:, None] + j - i
+    ahead = torch.arange(j) - p
+    ids, matrix = torch.arange(b * j).view(b, j) % 37 - 1, torch.rand(j, 5, generator=torch.Generator().manual_seed(2))
+    some = [i - 1, 0, i // 2]
+    member = (ids[:, None, :, None] == torch.arange(37)).double()
+
+    def per_group(o: dict[str, Tensor]) -> Tensor:
+        total, count = (o[n][:, :, some].sum(2).unflatten(1, (g, -1)).sum(2) for n in ("weights", "visible"))
+        return total / count.clamp(min=1)
+
+    return {
+        "mean received": (es.Received(some, mean=True, per_group=True), per_group),
+        "top": (es.TopK(3, some), lambda o: oracle.topk(o["weights"][:, :, some], o["visible"][:, :, some], 3)[0]),
+        "share": (es.Share(es.window(2, 0)), lambda o: (o["weights"] * ((ahead <= 0) & (ahead >= -2))).sum(-1)),
+        "mass of ids": (es.Mass(ids, 37), lambda o: o["weights"] @ member.to(o["weights"].dtype)),
+        "mass": (es.Mass(matrix, queries=some), lambda o: o["weights"][:, :, some] @ matrix.to(o["weights"].dtype)),
+        "rows": (es.Rows(some), lambda o: o["weights"][:, :, some]),
+        "diagonal": (es.Diagonal(-1), lambda o: (o["weights"] * (ahead == -1)).sum(-1)),
+        "distance": (es.Distance(), lambda o: (o["weights"] * ahead.abs()).sum(-1)),
+        "pool": (es.Pool(5), lambda o: oracle.pool(o["weights"], 5)),
+    }
+
+
+# b, h, g, i, j, d, e: more than one block of 96 rows, one tile of 256 keys, one part of rows.
+SIZES = {
+    "small": (2, 3, 3, 7, 5, 13, 11),
+    "one key": (1, 2, 1, 3, 1, 5, 7),
+    "blocks": (2, 3, 3, 131, 137, 17, 19),
+    "tiles": (1, 4, 2, 103, 521, 64, 64),
+    "parts": (1, 2, 1, 307, 311, 23, 37),
+    "decode": (3, 4, 2, 1, 523, 128, 96),
+    "deep": (1, 2, 1, 29, 31, 257, 263),
+}
+SETTINGS = [
+    "all",
+    "causal",
+    "window",
+    "nothing to see",
+    "softcap",
+    "sink",
+    "high sink",
+    "alibi",
+    "scale",
+    "negative",
+    "dense",
+    "masked bias",
+    "bias of items",
+    "bias of keys",
+    "relative",
+    "sum of biases",
+]
+
+
+def make(sizes: tuple[int, ...], settings: str, dtype: torch.dtype = torch.float32) -> Case:
+    b, h, g, i, j, d, e = sizes
+    random = torch.Generator().manual_seed(0)
+    case = Case(*(torch.randn(s, generator=random).to(dtype) for s in ((b, h, i, d), (b, g, j, d), (b, g, j, e))))
+    case.offset = case.arguments["offset"] = -3 if settings == "nothing to see" else j - i
+    ahead = torch.arange(j) - (torch.arange(i) + case.offset)[:, None]
+    allowed = torch.ones(i, j, dtype=torch.bool)
+    if settings in ("causal", "softcap", "sink", "alibi"):
+        allowed, case.arguments["mask"] = ahead <= 0, es.causal()
+    if settings in ("window", "nothing to see"):
+        allowed, case.arguments["mask"] = (ahead >= -3) & (ahead <= 2), es.window(3, 2)
+    if settings == "softcap":
+        case.softcap = case.arguments["softcap"] = 0.7
+    if settings.endswith("sink"):
+        case.sink = case.learned["sink"] = torch.randn(h, generator=random) + (30 if settings == "high sink" else 0)
+        case.arguments["sink"] = case.sink
+    if settings == "alibi":
+        slopes = case.learned["slopes"] = torch.rand(h, generator=random)
+        case.arguments["bias"] = es.alibi(slopes)
+        case.bias = lambda dtype: -slopes.to(dtype)[:, None, None] * ahead.abs()
+    if settings == "dense":
+        allowed = torch.rand(1, h, i, j, generator=random) < 0.4
+        allowed[:, :, :, j // 3 : 2 * j // 3] = False
+        case.arguments["mask"] = es.allow(allowed)
+    shapes = {"masked bias": (h, i, j), "bias of items": (b, 1, i, j), "bias of keys": (h, 1, j)}
+    if settings in shapes:
+        table = case.learned["table"] = torch.randn(shapes[settings], generator=random)
+        if settings == "masked bias":
+            table[torch.rand(table.shape, generator=random) < 0.3] = -torch.inf
+        case.arguments["bias"], case.bias = table, lambda dtype: table.to(dtype)
+    if settings in ("relative", "sum of biases"):
+        # As many buckets as there are distances, so that the oracle needs no logarithms.
+        buckets = case.learned["buckets"] = torch.randn(4 * (i + j), h, generator=random)
+        slopes = case.learned["slopes"] = torch.rand(h, generator=random)
+        index = torch.where(ahead > 0, 2 * (i + j), 0) + ahead.abs()
+        relative, linear = es.relative(buckets, max_distance=4 * (i + j)), es.alibi(slopes)
+        if settings == "relative":
+            case.learned.pop("slopes")
+        case.arguments["bias"] = relative + linear if "slopes" in case.learned else relative
+        steep = 1.0 if "slopes" in case.learned else 0.0
+        case.bias = lambda dtype: (
+            buckets.to(dtype)[index].movedim(-1, 0) - steep * slopes.to(dtype)[:, None, None] * ahead.abs()
+        )
+    if settings in ("scale", "negative"):
+        case.scale = case.arguments["scale"] = 0.3 if settings == "scale" else -0.05
+    case._allowed = allowed.expand(b, h, i, j).clone()
+    return case
+
+
+def attend(case: Case, readouts: dict[str, Any], **tensors: Tensor) -> dict[str, Tensor]:
+    given = {n: tensors.get(n, getattr(case, n)) for n in ("query", "key", "value")}
+    asked = {n: r for n, (r, _) in readouts.items()}
+    output, seen = es.attention(**given, readouts=asked, engine="native", **case.arguments)
+    return {"": output, **{n: x.weights if isinstance(x, tuple) else x for n, x in seen.items()}}
+
+
+def check(case: Case, readouts: dict[str, Any], seed: int = 0) -> None:
+    for leaf in case.learned.values():
+        leaf.requires_grad_()
+    operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
+    got = gradients(loss(attend(case, readouts, **operands), seed), {**operands, **case.learned})
+    right = of_oracle(case, readouts, torch.float64, 0, seed)
+    low = low_precision(case, readouts, case.query.dtype, right, seed)
+    for name, gradient in got.items():
+        assert gradient.dtype == ({**operands, **case.learned})[name].dtype
+        check_close(f"gradient of {name}", gradient, right[name].double(), [x[name] for x in low], 1.0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_setting(sizes: str, settings: str) -> None:
+    check(make(SIZES[sizes], settings), READOUTS)
+    check(make(SIZES[sizes], settings), {})
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("sizes", ["small", "parts", "tiles"])
+def test_every_readout(sizes: str, readout: str) -> None:
+    check(make(SIZES[sizes], "sink"), {readout: READOUTS[readout]})
+    check(make(SIZES[sizes], "causal"), {readout: READOUTS[readout]})
+
+
+@pytest.mark.parametrize("sizes", ["small", "blocks", "parts"])
+def test_readouts_of_weights(sizes: str) -> None:
+    readouts = more_readouts(SIZES[sizes])
+    for name, readout in readouts.items():
+        check(make(SIZES[sizes], "causal"), {name: readout})
+    check(make(SIZES[sizes], "sink"), readouts)
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", ["blocks", "tiles", "deep"])
+def test_every_instruction_set_and_dtype(
+    sizes: str, dtype: torch.dtype, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(native.operations, name, partial(getattr(native.operations, name), level=level))
+    for settings in ("causal", "alibi", "softcap"):
+        check(make(SIZES[sizes], settings, dtype), READOUTS)
+
+
+def test_equal_scores_share_the_gradient_of_the_largest() -> None:
+    key = torch.ones(1, 1, 5, 3, requires_grad=True)
+    _, largest = es.attention(torch.ones(1, 1, 2, 3), key, key.detach(), readouts=es.MaxScore(), engine="native")
+    largest.sum().backward()
+    assert_close(key.grad, torch.full_like(key, 2 / 5 / 3**0.5))
+
+
+def test_received_of_chosen_queries() -> None:
+    case = make(SIZES["blocks"], "causal")
+    chosen = [3, 100, 17]
+
+    def of_weights(o: dict[str, Tensor]) -> Tensor:
+        return o["weights"][:, :, chosen].sum(2)
+
+    check(case, {"received": (es.Received(chosen), of_weights)})
+
+
+def leaves(case: Case) -> dict[str, Tensor]:
+    return {n: getattr(case, n).clone().requires_grad_() for n in ("query", "key", "value")}
+
+
+@pytest.mark.parametrize("settings", ["causal", "window", "sink"])
+@pytest.mark.parametrize("sizes", ["blocks", "tiles", "parts", "decode"])
+def test_bits(sizes: str, settings: str) -> None:
+    """The same for any number of threads, and for a batch item alone."""
+    case = make(SIZES[sizes], settings)
+    threads = torch.get_num_threads()
+
+    def work(items: slice = slice(None)) -> dict[str, Tensor]:
+        operands = {n: t[items].detach().requires_grad_() for n, t in leaves(case).items()}
+        results = attend(case, READOUTS, **operands)
+        total = sum((x.where(x.isfinite(), 0).double().cos()).sum() for x in results.values())
+        return gradients(total, operands)
+
+    want = work()
+    for n in (2, 5):
+        torch.set_num_threads(n)
+        got = work()
+        torch.set_num_threads(threads)
+        assert all(torch.equal(got[name], want[name]) for name in want), n
+    for item in range(len(case.query)):
+        alone = work(slice(item, item + 1))
+        assert all(torch.equal(alone[name], want[name][item : item + 1]) for name in want)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("settings", ["causal", "window"])
+@pytest.mark.parametrize("sizes", ["blocks", "tiles", "parts"])
+def test_what_may_not_be_seen_changes_no_bit(sizes: str, settings: str, bad: float) -> None:
+    """A spoiled key and value, whose own queries are left out of the loss, and a spoiled query."""
+    case = make(SIZES[sizes], settings)
+    j = SIZES[sizes][4]
+    where = j // 2
+    sees = case.allowed()[0, 0, :, where]
+
+    def work(spoil: bool) -> dict[str, Tensor]:
+        operands = leaves(case)
+        if spoil:
+            operands = {n: t.detach().clone() for n, t in operands.items()}
+            operands["key"][:, :, where] = operands["value"][:, :, where] = bad
+            operands["query"][:, :, sees] = bad
+            operands = {n: t.requires_grad_() for n, t in operands.items()}
+        results = attend(case, {"lse": READOUTS["lse"], "entropy": READOUTS["entropy"]}, **operands)
+        total = sum(x[:, :, ~sees].double().cos().sum() for x in results.values())
+        return gradients(total, operands)
+
+    want, got = work(False), work(True)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all(x.isfinite().all() for x in got.values())
+
+
+def test_a_query_that_sees_what_is_spoiled() -> None:
+    """NaN is where it belongs, and nowhere else."""
+    case = make(SIZES["blocks"], "window")
+    operands = leaves(case)
+    spoiled = {n: t.detach().clone() for n, t in operands.items()}
+    spoiled["value"][:, :, 70] = torch.nan
+    spoiled = {n: t.requires_grad_() for n, t in spoiled.items()}
+    sees = case.allowed()[0, 0, :, 70]
+    near = case.allowed()[0, 0][sees].any(0)
+    for name, gradient in gradients(attend(case, {}, **spoiled)[""].sum(), spoiled).items():
+        hit = sees if name == "query" else near
+        assert gradient[:, :, ~hit].isfinite().all()
+        if name != "value":
+            assert gradient[:, :, hit].isnan().any()
+
+
+@pytest.mark.parametrize("wanted", ["query", "key", "value"])
+def test_only_what_is_wanted(wanted: str) -> None:
+    case = make(SIZES["blocks"], "causal")
+    operands = leaves(case)
+    want = gradients(attend(case, READOUTS, **operands)[""].cos().sum(), operands)[wanted]
+    operands = {n: t.detach().requires_grad_(n == wanted) for n, t in operands.items()}
+    got = gradients(attend(case, READOUTS, **operands)[""].cos().sum(), {wanted: operands[wanted]})[wanted]
+    assert torch.equal(got, want)
+
+
+def test_readouts_without_an_output() -> None:
+    case = make(SIZES["tiles"], "causal")
+    operands = leaves(case)
+    want = gradients(attend(case, READOUTS, **operands)["entropy"].cos().sum(), operands)
+    W = es.AttentionWeights(operands["query"], operands["key"], es.causal(), offset=case.offset, engine="native")
+    got = gradients(W.entropy().cos().sum(), operands)
+    assert torch.equal(got["query"], want["query"])
+    assert torch.equal(got["key"], want["key"])
+
+
+def test_second_derivatives() -> None:
+    case = make(SIZES["small"], "sink")
+    sink = case.sink.requires_grad_()
+
+    def twice(engine: str) -> tuple[Tensor, ...]:
+        operands = leaves(case)
+        asked = [r for r, _ in READOUTS.values()]
+        output, seen = es.attention(**operands, mask=es.causal(), sink=sink, readouts=asked, offset=-2, engine=engine)
+        total = output.cos().sum() + sum(x.where(x.isfinite(), 0).cos().sum() for x in seen)
+        first = torch.autograd.grad(total, (*operands.values(), sink), create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in first), (*operands.values(), sink))
+
+    for got, want in zip(twice("native"), twice("reference"), strict=True):
+        assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_change_before_the_backward_is_refused() -> None:
+    operands = leaves(make(SIZES["small"], "all"))
+    query = operands["query"] * 1
+    output = es.attention(query, operands["key"], operands["value"], engine="native")
+    query.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_compiled() -> None:
+    """No graph break, forward and backward, and the same bits; in a process without the checks of shapes."""
+    script = """
+import torch, einsight as es
+
+sink, slopes = torch.randn(3), torch.rand(3)
+for settings in ({"mask": es.causal()}, {"mask": es.causal(), "sink": sink}, {"bias": es.alibi(slopes)}):
+    def step(query, key, value):
+        readouts = {"entropy": es.Entropy(), "received": es.Received(slice(-7, None))}
+        output, seen = es.attention(query, key, value, readouts=readouts, engine="native", offset=6, **settings)
+        return output.cos(), seen["entropy"], seen["received"].cos()
+
+    def run(step):
+        torch.manual_seed(0)
+        learned = [t.requires_grad_() for t in (sink, slopes)]
+        operands = [torch.randn(2, 3, n, 17, requires_grad=True) for n in (131, 137, 137)]
+        results = step(*operands)
+        total = sum(x.sum() for x in results)
+        grads = torch.autograd.grad(total, (*operands, *learned), allow_unused=True)
+        return [*results, *(g for g in grads if g is not None)]
+
+    got, want = run(torch.compile(step, fullgraph=True, backend="aot_eager")), run(step)
+    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want))
+print("alike")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "alike\n", done.stderr
+
+
+def test_the_operation_is_well_made() -> None:
+    case = make(SIZES["blocks"], "causal")
+    b, h, _, i, _, _, e = SIZES["blocks"]
+    readouts = tuple(r for r, _ in READOUTS.values())
+    problem = pose(case.query, case.key, case.value, es.causal(), offset=case.offset, readouts=readouts)
+    settings = native._settings(problem)
+    operands = case.query, case.key, case.value
+    output, lse, largest, entropy, _, rest, *parts = torch.ops.einsight.native_forward(
+        *operands, *settings, True, True, True, False, True
+    )
+    upper = torch.ones(b, h, i, e), None, None, torch.ones(b, h, i)
+    indices = [part for part in parts if part.dtype == torch.int64]
+    floats = [part for part in parts if part.dtype == torch.float32]
+    kinds = [ask.kind for own in native._asks(problem) for ask in own]
+    of_asks = [indices[0] if kind is native.Kind.TOP else None for kind in kinds]
+    torch.library.opcheck(
+        torch.ops.einsight.native_backward.default,
+        (*operands, *settings, output, lse, largest, entropy, rest, *upper, floats, of_asks, *[True] * 3, *[False] * 3),
+        test_utils=("test_schema", "test_faketensor"),
+    )
