@@ -39,3 +39,23 @@ def test_which_document():
 
 def test_vision_map():
     assert "right: 4 of 4" in run("vision_map.py")
+
+
+def test_ablate_induction():
+    shown = run("ablate_induction.py")
+    changes = {
+        name: float(change) for name, change in re.findall(r"^(\w[\w ]*) \([\d., ]+\): ([-+.\d]+)$", shown, re.M)
+    }
+    random = [float(change) for change in shown.splitlines()[-1].split(": ")[1].split(", ")]
+    assert "induction (18.6)" in shown and "previous token (16.0)" in shown
+    assert changes["induction"] > 2 and changes["previous token"] > 4 and changes["both"] > 4
+    assert sorted(random)[2] < 0.3 and max(random) < changes["induction"]
+
+
+def test_divergence():
+    plain, fast, clipped = run("divergence.py").split("learning rate ")[1:]
+    assert "ALARM" not in plain and "nan" not in plain
+    alarm, end = fast.splitlines()[1:]
+    assert "ALARM" in alarm and end.endswith("loss nan")
+    assert int(alarm.split()[1][:-1]) < int(end.split()[1][:-1])
+    assert "nan" not in clipped and "step 59: loss" in clipped

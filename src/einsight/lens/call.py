@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import einsight as es
 from einsight.lens.rules import Rule, once, recognise, split
+from einsight.problem import autocast
 
 ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
 
@@ -20,8 +21,8 @@ class Call:
     """A call of attention: its tensors as [b, h, i, d] and [b, g, j, d], and the settings that shape its weights.
 
     `index` counts the model's self-attention layers (for cross-attention, those), `name` is the module's name,
-    `results` what the lens' readouts gave. `offset` says where query 0 stands among the keys. The tensors are
-    detached.
+    `results` what the lens' readouts gave. `offset` says where query 0 stands among the keys. The tensors that a lens
+    gives are detached.
     """
 
     query: Float[Tensor, "b h i d"]
@@ -35,6 +36,7 @@ class Call:
     index: int = -1
     module: nn.Module | None = None
     results: Any = None
+    dropout: float = 0.0
     _read: bool = False  # whether only the results were kept
 
     @property
@@ -48,6 +50,12 @@ class Call:
         if self._read:
             raise LookupError(ONLY_RESULTS)
         return es.AttentionWeights(self.query, self.key, self.mask, offset=self.offset, **self.settings)
+
+    def detached(self) -> Call:
+        """The call without what gradients would flow through."""
+        value = None if self.value is None else self.value.detach()
+        settings = {name: _detached(setting) for name, setting in self.settings.items()}
+        return replace(self, query=self.query.detach(), key=self.key.detach(), value=value, settings=settings)
 
     def __repr__(self) -> str:
         b, h, i, _ = self.query.shape
@@ -64,13 +72,24 @@ def from_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **settings: Any,
 ) -> Call:
     """A call of PyTorch's `scaled_dot_product_attention`, whatever number of dimensions it had."""
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
     query, key, value = (_four(t, lead) for t in (query, key, value))
     if attn_mask is not None:
         attn_mask = _four(attn_mask, lead)
-    return make(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+    return make(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dropout=dropout_p, **settings)
+
+
+def from_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **settings: Any) -> Call:
+    """A call of `einsight.attention`."""
+    offset, dropout = settings.pop("offset", None), settings.pop("dropout", 0.0)
+    if offset is None:
+        offset = max(key.shape[2] - query.shape[2], 0)
+    query, key, value = autocast(query, key, value)
+    kept = {n: s for n, s in settings.items() if n not in ("readouts", "engine") and s is not None}
+    return Call(query, key, value, Rule(other=mask), offset, kept, dropout=dropout)
 
 
 def make(
@@ -85,10 +104,10 @@ def make(
     softcap: float | None = None,
     sink: Tensor | None = None,
     offset: int | None = None,
+    dropout: float = 0.0,
 ) -> Call:
     """A call from tensors as models give them: a boolean mask's True may be seen, a float one is added."""
-    query, key = query.detach(), key.detach()
-    value = None if value is None else value.detach()
+    query, key, value = autocast(query, key, value)
     i = query.shape[2]
     if is_causal and key.shape[2] > i:  # the first i keys are all that it can see
         key = key[:, :, :i]
@@ -97,21 +116,25 @@ def make(
     j = key.shape[2]
     rule, place = (Rule(causal=True), 0) if is_causal else (Rule(), max(j - i, 0))
     if mask is not None:
-        visible = mask.detach()
+        visible = mask
         if mask.dtype != torch.bool:
-            visible, added = split(visible[..., :j])
+            visible, added = split(mask[..., :j])
             if added is not None:
                 added = once(added)
-                bias = added if bias is None else bias.detach() + added
+                bias = added if bias is None else bias + added
         rule, place = recognised(mask, visible[..., :j], i, j)
     settings = {
         "scale": scale,
         "softcap": softcap,
-        "bias": None if bias is None else bias.detach(),
-        "sink": None if sink is None else sink.detach(),
+        "bias": bias,
+        "sink": sink,
     }
     settings = {name: setting for name, setting in settings.items() if setting is not None}
-    return Call(query, key, value, rule, place if offset is None else offset, settings)
+    return Call(query, key, value, rule, place if offset is None else offset, settings, dropout=dropout)
+
+
+def _detached(setting: Any) -> Any:
+    return setting.detach() if isinstance(setting, Tensor) else setting
 
 
 _last: list[Any] = []  # the last mask tensor recognised: the layers of a model share one

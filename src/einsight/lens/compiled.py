@@ -6,19 +6,24 @@ An opaque operator that claims to change a tensor is neither looked into nor dro
 
 from __future__ import annotations
 
-import re
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from einsight.lens.call import from_sdpa
+from einsight.problem import autocast
 
 # Methods of Tensor that are written in Python call super(), which the compiler can't follow from within a function
 # mode; by their names it knows them.
 METHODS = frozenset(name for name, method in vars(Tensor).items() if isinstance(method, FunctionType))
 
+CHANGED = torch.zeros(())  # what the operator claims to change
+
 _SCHEMA = (
     "(Tensor(a!) changed, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
-    "str name) -> ()"
+    "Tensor? bias, float? softcap, Tensor? sink, str source) -> ()"
 )
 
 
@@ -31,40 +36,57 @@ def seen(
     mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    name: str,
+    bias: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    source: str,
 ) -> None:
     from einsight.lens.watch import here
 
-    here().from_graph(query, key, value, mask, is_causal, scale, name)
+    here().from_graph(
+        lambda: from_sdpa(
+            query, key, value, mask, is_causal=is_causal, scale=scale, bias=bias, softcap=softcap, sink=sink
+        ),
+        source,
+    )
 
 
 @seen.register_fake
-def _(changed, query, key, value, mask, is_causal, scale, name) -> None:
+def _(changed, query, key, value, mask, is_causal, scale, bias, softcap, sink, source) -> None:
     return None
 
 
-def report(changed: Tensor, args: tuple, kwargs: dict) -> None:
-    """Put the operator into the graph that is being traced."""
-    query, key, value, mask, is_causal, scale = _arguments(*args, **kwargs)
-    mask = mask if mask is None else mask.detach()
-    seen(changed, query.detach(), key.detach(), value.detach(), mask, is_causal, scale, where())
+def report(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
+    """Put the operator into the graph that is being traced; what is `given` is named as PyTorch names it."""
+    query, key, value = autocast(query.detach(), key.detach(), value.detach())
+    mask, bias, sink = (
+        None if tensor is None else tensor.detach()
+        for tensor in (given.get("attn_mask"), given.get("bias"), given.get("sink"))
+    )
+    is_causal, scale = given.get("is_causal", False), given.get("scale")
+    seen(CHANGED, query, key, value, mask, is_causal, scale, bias, given.get("softcap"), sink, where())
 
 
-def _arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    return query, key, value, attn_mask, is_causal, scale
+def arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Those of `scaled_dot_product_attention` that the operator takes, by name."""
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+    }
 
 
 @torch._dynamo.assume_constant_result
 def where() -> str:
-    """The name of the module being traced, within what is compiled; empty where this torch doesn't tell."""
+    """The module being traced, as the compiler names it, L['self'].layers.0; empty where this torch doesn't tell."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     frame = InstructionTranslator.current_tx().output.current_tx  # the innermost function that is traced into
     while frame is not None:
         if stack := getattr(frame, "nn_module_stack", None):
-            name = next(reversed(stack.values()))[0]
-            # Such as L['self'].layers.0 or L['args'][0].layers.0; containers may be spelt out, ._modules['layers'].
-            name = re.sub(r"\._modules\['(\w+)'\]", r".\1", name)
-            return re.sub(r"^L\['\w+'\](\[\d+\])*\.?", "", name)
+            return next(reversed(stack.values()))[0]
         frame = getattr(frame, "parent", None)
     return ""

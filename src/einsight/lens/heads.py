@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 import einsight as es
+from einsight.lens import words
 from einsight.lens.call import Call
+from einsight.lens.table import Table
 
 # How each column is read; all are means over the queries where it can be told, padding left out.
 COLUMNS = {
@@ -28,87 +30,8 @@ COLUMNS = {
 }
 
 
-class Heads:
+class Heads(Table):
     """A table with a row per layer and head; the columns are those of `einsight.lens.heads.COLUMNS`."""
-
-    def __init__(self, columns: dict[str, list]):
-        self._columns = columns
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns["layer"])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows, each a dict."""
-        names = self._columns
-        return (dict(zip(names, row, strict=True)) for row in zip(*names.values(), strict=True))
-
-    def __getitem__(self, column: str) -> list:
-        if column not in self._columns:
-            raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
-        return self._columns[column]
-
-    def sort(self, by: str, descending: bool = True) -> Heads:
-        """The rows in the order of a column, largest first; what can't be told comes last."""
-        key = self[by]
-        told = [n for n in range(len(self)) if key[n] == key[n]]
-        order = sorted(told, key=lambda n: -key[n] if descending else key[n])
-        return self._take(order + [n for n in range(len(self)) if key[n] != key[n]])
-
-    def top(self, n: int) -> Heads:
-        """The first n rows."""
-        if not isinstance(n, int) or n < 0:
-            raise ValueError(f"top takes how many rows, 0 or more, not {n!r}")
-        return self._take(range(min(n, len(self))))
-
-    def grid(self, column: str) -> Float[Tensor, "layer head"]:
-        """A column as a tensor with a row per layer, NaN where a layer has fewer heads."""
-        layers, heads = self["layer"], self["head"]
-        made = torch.full((int(max(layers)) + 1, int(max(heads)) + 1), torch.nan)
-        for layer, head, value in zip(layers, heads, self[column], strict=True):
-            made[int(layer), int(head)] = value
-        return made
-
-    def to_dict(self) -> dict[str, list]:
-        """The columns, as lists."""
-        return {name: list(column) for name, column in self._columns.items()}
-
-    def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        try:
-            import pandas  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("to_pandas() needs pandas: pip install pandas; to_dict() needs nothing") from error
-        return pandas.DataFrame(self.to_dict())
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        made = Table(box=None, header_style="bold", pad_edge=False)
-        for name in self._columns:
-            made.add_column(name, justify="right")
-        for row in zip(*self._columns.values(), strict=True):
-            made.add_row(*(_written(value) for value in row))
-        return made
-
-    def __repr__(self) -> str:
-        rows = [self.columns, *([_written(v) for v in row] for row in zip(*self._columns.values(), strict=True))]
-        if len(rows) > 21:
-            rows = [*rows[:21], ["…"] * len(self._columns)]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(self._columns))]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(lines)
-
-    def _take(self, rows: Any) -> Heads:
-        rows = list(rows)
-        return Heads({name: [column[n] for n in rows] for name, column in self._columns.items()})
 
 
 def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
@@ -117,14 +40,16 @@ def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     kinds = None if tokenizer is None else _kinds(ids, tokenizer)
     columns: dict[str, list] = {"layer": [], "head": []}
     sequences: dict[Any, _Sequence] = {}
+    if wrong := [call for call in calls if not _fits(call, ids)]:
+        b, _, i, _ = wrong[0].query.shape
+        fitting = [call.name for call in calls if _fits(call, ids)]
+        raise ValueError(
+            f"tokens must be those the model was given: layer {wrong[0].name!r} has {b} sequences "
+            f"of {i} queries and {wrong[0].key.shape[2]} keys, but tokens are {list(ids.shape)}"
+            + (f"; for the layers over these tokens write layers={words.common(fitting)!r}" if fitting else "")
+        )
     for call in calls:
         b, h, i, _ = call.query.shape
-        j = call.key.shape[2]
-        if not i <= ids.shape[1] <= i + 1 or j != i or ids.shape[0] != b:
-            raise ValueError(
-                f"tokens must be those the model was given: layer {call.name!r} has {b} sequences "
-                f"of {i} queries and {j} keys, but tokens are {list(ids.shape)}"
-            )
         total: dict[str, Tensor] = {}
         count: dict[str, Tensor] = {}
         for item in range(b):
@@ -252,6 +177,11 @@ class _Sequence:
         return {name: values[0] for name, values in found.items()}, _visible(call, item, chosen)
 
 
+def _fits(call: Call, ids: Int[Tensor, "b m"]) -> bool:
+    b, _, i, _ = call.query.shape
+    return i <= ids.shape[1] <= i + 1 and call.key.shape[2] == i and ids.shape[0] == b
+
+
 def _real(real: Bool[Tensor, "b m"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
     """The places of an item's tokens that aren't padding."""
     if real is not None:
@@ -299,7 +229,3 @@ def _kinds(ids: Int[Tensor, "b i"], tokenizer: Any) -> Int[Tensor, "b i"]:
         text = tokenizer.decode([token]).strip()
         kind[token] = 1 if token in special else 2 if text and not any(c.isalnum() for c in text) else 0
     return torch.tensor([[kind[token] for token in row] for row in ids.tolist()], device=ids.device)
-
-
-def _written(value: int | float) -> str:
-    return str(value) if isinstance(value, int) else "–" if value != value else f"{value:.3f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import replace
@@ -16,19 +15,16 @@ from torch import Tensor, nn
 import einsight as es
 from einsight.coordinates import as_int
 from einsight.functional import unpack
-from einsight.lens import huggingface
+from einsight.lens import frames, words
 from einsight.lens.call import ONLY_RESULTS, Call, ungrouped
 from einsight.lens.heads import Heads, table
-from einsight.lens.record import Record
+from einsight.lens.layers import Layers
+from einsight.lens.record import Match, Record
 from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
 from einsight.lens.store import Store
 from einsight.lens.watch import Watch, here, in_backward
-from einsight.problem import check_is_readout
-
-_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
-_CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoderdecoder|multihead_attn$", re.IGNORECASE)
-_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+from einsight.problem import autocast, check_is_readout, pose
 
 
 class Lens:
@@ -38,8 +34,9 @@ class Lens:
     are without the lens. (An exception: PyTorch's fused inference path of `nn.TransformerEncoderLayer` and
     `nn.MultiheadAttention` is off in a lens; what isn't padding agrees to rounding.) Seen are PyTorch's
     `scaled_dot_product_attention`, `einsight.attention`, `nn.MultiheadAttention`, and the attention functions of
-    Hugging Face's models; PyTorch's also in compiled code (the model is compiled once more for it). Not seen are
-    other threads, TorchScript, direct calls of `torch.ops.aten`, and `einsight.attention` in compiled code.
+    Hugging Face's models; all but `einsight.attention` also in compiled code (the model is compiled once more for
+    it). Not seen are other threads, TorchScript, direct calls of `torch.ops.aten`; what can't be looked at, as in
+    `torch.func.vmap`, runs as without a lens, which says so when it closes.
 
     Arguments:
         model: the module to look into.
@@ -93,33 +90,31 @@ class Lens:
         self._readouts, self._layers, self._values = readouts, layers, values
         self._keep_on, self._on_call = keep_on, on_call
         self._records: dict[str, list[Record | Call]] = {}  # by layer, a record (or its results) per pass
-        self._order: dict[bool, list[str]] = {False: [], True: []}  # names of self- and of cross-attention layers
+        self._seen = Layers(model)
         self._store = Store()
         self._calls = 0
-        self._forward: Any = None
-        self._counts: dict[str, int] = {}
         self._in_generation = False
-        self._names: dict[int, str] = {}
+        self._missed: dict[str, int] = {}
         self._watch: Watch | None = None
-        self._attached = False
 
     def __enter__(self) -> Lens:
-        for name, module in self.model.named_modules():
-            self._names[id(module)] = _clean(name)  # of nested wrappers the innermost says it last
+        if self._watch is not None:
+            raise RuntimeError("this lens is open already; for another look at the same run open another Lens(model)")
         self._watch = here()
-        self._attached = huggingface.attach(lambda *given: here().from_interface(*given))
-        self._watch.open(self)
+        self._watch.open(self, self._watch.lenses)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._watch is not None:
-            self._watch.close(self)  # it may have been opened in another thread
-        if self._attached:
-            huggingface.detach()
-        if kind is None and not self._calls:
-            warnings.warn(self._nothing_seen(), stacklevel=2)
+            self._watch.close(self, self._watch.lenses)  # it may have been opened in another thread
+        self._watch = None
+        self._seen.forget()
+        if kind is None and self._missed:
+            warnings.warn(words.missed(self._missed), stacklevel=2)
+        elif kind is None and not self._calls:
+            warnings.warn(words.nothing_seen(self.model), stacklevel=2)
         elif kind is None and not self._records:
             warnings.warn(self._nothing_kept(), stacklevel=2)
 
@@ -128,14 +123,14 @@ class Lens:
     @property
     def names(self) -> tuple[str, ...]:
         """The self-attention layers seen, in the order of their numbers."""
-        return tuple(self._order[False])
+        return tuple(self._seen.order[False])
 
     def __len__(self) -> int:
-        return len(self._order[False])
+        return len(self._seen.order[False])
 
     def __iter__(self) -> Iterator[Call]:
         """The self-attention layers that were kept, each as in `lens[n]`."""
-        return (self._last(name) for name in self._order[False] if name in self._records)
+        return (self._last(name) for name in self._seen.order[False] if name in self._records)
 
     def __getitem__(self, layer: int | str) -> Call:
         """A layer's calls in its last pass, as one `Call`: by number among the self-attention layers, or by name."""
@@ -148,30 +143,36 @@ class Lens:
 
     def passes(self, layer: int | str) -> tuple[Call, ...]:
         """A layer's passes: each run of the model over new inputs. The steps of one generation are one pass."""
-        return tuple(_call(record) for record in self._records[self._find(layer, cross=False)])
+        return self._passes(self._find(layer, cross=False))
 
-    def heads(self, tokens: Any, tokenizer: Any = None) -> Heads:
+    def clear(self) -> None:
+        """Forget everything seen so far, and the numbers of the layers."""
+        self._records, self._seen, self._store = {}, Layers(self.model), Store()
+        self._calls, self._missed = 0, {}
+
+    def heads(self, tokens: Any, tokenizer: Any = None, layers: str | Collection[int] | None = None) -> Heads:
         """What kind each head of the self-attention layers is: a table with one row per layer and head.
 
         Arguments:
             tokens: the token ids [b, i] or [i] that the model was given, or the tokenizer's output.
             tokenizer: to know special tokens and punctuation; without, those columns are left out.
+            layers: the layers, by number, or as the name of the module that they are in, such as "model.encoder",
+                where a model has layers over other tokens as well; all by default.
         """
-        kept = list(self)
-        if not kept or self._readouts is not None:
-            raise LookupError(self._nothing_kept())
-        return table(kept, tokens, tokenizer)
+        return table(self._chosen(layers), tokens, tokenizer)
 
-    def rollout(self, query: int | list[int] | slice | Tensor) -> Float[Tensor, "b n j"]:
+    def rollout(
+        self, query: int | list[int] | slice | Tensor, layers: str | Collection[int] | None = None
+    ) -> Float[Tensor, "b n j"]:
         """How much each input token contributes to a query over all layers: attention rollout.
 
         The product over the layers of ½ (W + 1), W the mean over the heads (Abnar & Zuidema 2020,
-        arXiv:2005.00928), for the chosen queries, in linear memory: [b, n, j], each row summing to 1.
+        arXiv:2005.00928), for the chosen queries, in linear memory: [b, n, j], each row summing to 1. `layers` as
+        for `heads`.
         """
-        kept = list(self)
-        if not kept or self._readouts is not None or len(kept) < len(self):
-            nothing = not kept or self._readouts is not None
-            raise LookupError(self._nothing_kept() if nothing else "rollout needs every layer: don't choose layers")
+        kept = self._chosen(layers)
+        if layers is None and len(kept) < len(self):
+            raise LookupError("rollout needs every layer: don't choose layers")
         return rollout(kept, query)
 
     def record(
@@ -192,43 +193,45 @@ class Lens:
         """
         if in_backward():
             return
-        query, key = query.detach(), key.detach()
-        value = None if value is None else value.detach()
+        if self._watch is None:
+            raise RuntimeError("lens.record is for calls while the lens is open: call it within `with Lens(model)`")
+        running = self._seen.known(frames.running())
+        if not running and not name:
+            raise ValueError(
+                "lens.record was called outside the model's modules, whose names a layer is called by: give it a name="
+            )
+        query, key, value = autocast(query.detach(), key.detach(), None if value is None else value.detach())
+        settings = {n: s.detach() if isinstance(s, Tensor) else s for n, s in settings.items()}
         # Refused here, where the mistake is, and not when the weights are read.
         es.AttentionWeights(query, key, mask, offset=offset, **settings)
+        if value is not None:
+            pose(query, key, value)
         key, value = ungrouped(key, value, query.shape[1])
         if offset is None:
             offset = max(key.shape[2] - query.shape[2], 0)
         call = Call(query, key, value, Rule(other=mask), offset, settings, cross=cross, name=name)
         with torch.no_grad():
-            self._receive(call, here().stack, "")
+            self._see(call, running)
 
     # Seeing.
 
-    def _receive(self, call: Call, stack: list[nn.Module], within: str) -> None:
-        known = [module for module in stack if id(module) in self._names]
-        if not known and stack:
-            return  # another model's
-        if not known and not call.name:
-            return
-        module = known[-1] if known else None
-        name = self._names[id(module)] if module is not None else ""
-        if within:
-            name = _clean(f"{name}.{within}" if name else within)
-            module = next((m for n, m in self.model.named_modules() if _clean(n) == name), module)
-        name = call.name or name or type(self.model).__name__
+    def _receive(self, call: Call, running: list[frames.Running]) -> None:
+        if known := self._seen.known(running):  # else it is another model's
+            self._see(call, known)
+
+    def _miss(self, reason: str, running: list[frames.Running]) -> None:
+        if self._seen.known(running):
+            self._missed[reason] = self._missed.get(reason, 0) + 1
+
+    def _see(self, call: Call, running: list[frames.Running]) -> None:
         self._calls += 1
-        watch = here()
-        if watch.forward is not self._forward or not stack:
-            self._forward, self._counts, self._in_generation = watch.forward, {}, False
-        count = self._counts[name] = self._counts.get(name, 0) + 1
-        if count > 1:
-            name = f"{name} ({count})"  # a module that is used again, as in ALBERT
-        call.cross = call.cross or _is_cross(name)
-        order = self._order[call.cross]
-        if name not in order:
-            order.append(name)
-        call.name, call.index, call.module = name, order.index(name), module
+        if self._seen.begins(running):
+            self._in_generation = False
+        name = call.name or self._seen.name(running)
+        call.cross = call.cross or words.says_cross(name)
+        call.name, call.index = self._seen.number(name, call.cross, lambda name: self._match(name, call))
+        call.module = running[-1].module if running else None
+        match = self._match(call.name, call)
         if self._layers is not None and call.index not in self._layers:
             return
         if not self._values and self._on_call is None:
@@ -237,9 +240,15 @@ class Lens:
             call.results = call.weights.read(self._readouts)
         if self._on_call is not None:
             self._on_call(call)
-        self._keep(replace(call, value=call.value if self._values else None))
+        self._keep(replace(call, value=call.value if self._values else None), match)
 
-    def _keep(self, call: Call) -> None:
+    def _match(self, name: str, call: Call) -> Match | None:
+        last = self._records.get(name, [None])[-1]
+        match = last.match(call, self._in_generation) if isinstance(last, Record) else None
+        self._in_generation = self._in_generation or match is not None
+        return match
+
+    def _keep(self, call: Call, match: Match | None) -> None:
         passes = self._records.setdefault(call.name, [])
         if self._readouts is not None:
             b, h, _, d = call.query.shape
@@ -248,58 +257,64 @@ class Lens:
             none.key = call.key.new_empty(*call.key.shape[:2], 0, d)
             passes.append(none)
             return
-        last = passes[-1] if passes else None
         # What is kept can be used anywhere, also if the model runs in inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(last, Record) and last.continues(call, self._in_generation):
-                self._in_generation = True
-            else:
+            last = passes[-1] if passes else None
+            if match is None or not isinstance(last, Record):
                 passes.append(Record(call, self._keep_on, self._store))
+                return
+            record = last.go_on(call, match)
+            if match.again:
+                passes.append(record)
+            else:
+                passes[-1] = record
 
     def _find(self, layer: int | str, cross: bool) -> str:
         if not self._calls:
-            raise LookupError(self._nothing_seen())
+            raise LookupError(words.nothing_seen(self.model))
         if isinstance(layer, str):
-            name = _clean(layer)
+            name = words.clean(layer)
             if name in self._records:
                 return name
             raise KeyError(f"no layer {layer!r} was kept; there are {', '.join(self._records)}")
         layer = as_int(layer)  # type: ignore[assignment]
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise TypeError(f"a layer is chosen by its number or name, one at a time, not {layer!r}")
-        order, kind = self._order[cross], "cross-attention" if cross else "self-attention"
+        order, kind = self._seen.order[cross], "cross-attention" if cross else "self-attention"
         if not -len(order) <= layer < len(order):
             raise IndexError(f"layer {layer} is out of range: the lens saw {len(order)} {kind} layers")
         if order[layer] not in self._records:
             raise LookupError(f"layer {layer} was not kept: the lens was opened with layers={self._layers!r}")
         return order[layer]
 
+    def _passes(self, name: str) -> tuple[Call, ...]:
+        return tuple(_call(record) for record in self._records[name])
+
     def _last(self, name: str) -> Call:
         return _call(self._records[name][-1])
 
+    def _chosen(self, layers: str | Collection[int] | None) -> list[Call]:
+        """The self-attention layers named, as kept."""
+        if self._readouts is not None or not any(True for _ in self):
+            raise LookupError(self._nothing_kept())
+        if layers is None:
+            return list(self)
+        if isinstance(layers, str):
+            prefix = words.clean(layers)
+            found = [call for call in self if call.name == prefix or call.name.startswith(f"{prefix}.")]
+            if not found:
+                raise KeyError(f"no self-attention layer is in {layers!r}; there are {', '.join(self.names)}")
+            return found
+        if not isinstance(layers, Collection):
+            raise TypeError(f"layers must be numbers or the name of the module that they are in, not {layers!r}")
+        return [self[layer] for layer in layers]
+
     def _nothing_kept(self) -> str:
         if not self._calls:
-            return self._nothing_seen()
+            return words.nothing_seen(self.model)
         if self._readouts is not None and self._records:
             return ONLY_RESULTS
         return f"no self-attention layer was kept: layers={self._layers!r}, and {len(self)} were seen, numbered from 0"
-
-    def _nothing_seen(self) -> str:
-        alike = [
-            f"{name} ({type(module).__name__})"
-            for name, module in self.model.named_modules()
-            if _ATTENTION.search(type(module).__name__)
-        ]
-        listed = ", ".join(alike[:6]) + (f" and {len(alike) - 6} more" if len(alike) > 6 else "")
-        return (
-            "the lens saw no call of attention. "
-            + (f"These modules look like it: {listed}. " if alike else "No module looks like attention. ")
-            + "Either the model was not run in the lens, or it computes attention in a way that can't be seen: by "
-            "hand (as Bloom and Longformer do), in another thread, in TorchScript, through torch.ops.aten, or by "
-            "einsight.attention in compiled code. "
-            'Ways out: load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or '
-            "einsight.attention in its code; or call lens.record(query, key, value, mask, name=…) there"
-        )
 
 
 class _Cross:
@@ -309,10 +324,20 @@ class _Cross:
         self._lens = lens
 
     def __len__(self) -> int:
-        return len(self._lens._order[True])
+        return len(self._lens._seen.order[True])
 
     def __getitem__(self, layer: int | str) -> Call:
         return self._lens._last(self._lens._find(layer, cross=True))
+
+    def __iter__(self) -> Iterator[Call]:
+        return (self._lens._last(name) for name in self.names if name in self._lens._records)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._lens._seen.order[True])
+
+    def passes(self, layer: int | str) -> tuple[Call, ...]:
+        return self._lens._passes(self._lens._find(layer, cross=True))
 
 
 def _call(record: Record | Call) -> Call:
@@ -324,11 +349,3 @@ def _check_device(device: torch.device | str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(f"keep_on must be a device that is there, such as 'cpu', not {device!r}") from error
-
-
-def _clean(name: str) -> str:
-    return _WRAPPERS.sub("", name).strip(".")
-
-
-def _is_cross(name: str) -> bool:
-    return _CROSS.search(".".join(name.split(".")[-2:])) is not None

@@ -8,7 +8,6 @@ that nobody is looking.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,40 +15,58 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from einsight.lens import compiled
 from einsight.lens.call import Call, make
+from einsight.lens.frames import unwatched
 
 
-def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    scope = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+def _reporting(*args: Any, **kwargs: Any) -> Tensor:
+    compiled.report(**compiled.arguments(*args, **kwargs))
+    return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-forward = _unwatched(F.multi_head_attention_forward)
+forward = unwatched(F.multi_head_attention_forward)
+traced = unwatched(F.multi_head_attention_forward, scaled_dot_product_attention=_reporting)
 
 
 class WeightsAsked(TorchFunctionMode):
-    """Catches the scores' product of a multi-head attention that was asked for its weights, and so computes by hand."""
+    """Looks into a multi-head attention that was asked for its weights, and so computes by hand.
 
-    def __init__(self, batch: int, heads: int, report: Callable[[Call], None]):
+    `seen` is given the call when the scores are there, `weigh` the weights [b, h, i, j] after the softmax, and
+    `finish` the output [b, h, i, e]; the last two give back what the function goes on with.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        seen: Callable[[Call], None],
+        weigh: Callable[[Tensor], Tensor],
+        finish: Callable[[Tensor], Tensor],
+    ):
         super().__init__()
-        self.batch, self.heads, self.report = batch, heads, report
-        self.waits = True
+        self.apart, self.seen, self.weigh, self.finish = (batch, heads), seen, weigh, finish
+        self.step = 0
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.waits and function in (torch.bmm, torch.baddbmm):
-            self.waits = False
+        result = function(*args, **(kwargs or {}))
+        if self.step == 0 and function in (torch.bmm, torch.baddbmm):
             mask, query, key = (None, *args) if function is torch.bmm else args
-            self.report(self._call(mask, query, key.mT))
-        return function(*args, **(kwargs or {}))
+            self.seen(self._call(mask, query, key.mT))
+        elif self.step == 1 and function is F.softmax:
+            result = self.weigh(result.unflatten(0, self.apart)).flatten(0, 1)
+        elif self.step == 2 and function is torch.bmm:
+            result = self.finish(result.unflatten(0, self.apart)).flatten(0, 1)
+        else:
+            return result
+        self.step += 1
+        return result
 
     def _call(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Call:
-        apart = (self.batch, self.heads)
         if mask is not None:
-            mask = mask[None] if len(mask) == 1 else mask.unflatten(0, apart)
+            mask = mask[None] if len(mask) == 1 else mask.unflatten(0, self.apart)
         # The query comes scaled.
-        return make(query.unflatten(0, apart), key.unflatten(0, apart), None, mask, scale=1.0)
+        return make(query.unflatten(0, self.apart), key.unflatten(0, self.apart), None, mask, scale=1.0)
 
 
 def is_cross(query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:

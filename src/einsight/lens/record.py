@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,19 @@ class Piece(NamedTuple):
     keys: int  # how many keys there were then; the rule speaks of the last `width` of them
     width: int
     bias: Any
+
+
+class Match(NamedTuple):
+    """How a call goes on from what is kept: after how many keys, of which it brings how many along.
+
+    `rows` is the order that beams take first; where the keys end before those kept do, `again` says that it starts
+    where an earlier call did, or before: it is another branch, and what is kept stays.
+    """
+
+    keys: int
+    before: int | None
+    rows: Tensor | None = None
+    again: bool = False
 
 
 class Growing:
@@ -47,6 +61,10 @@ class Growing:
     def reorder(self, rows: Tensor) -> None:
         self.buffer = self.get()[rows]
 
+    def until(self, length: int) -> Growing:
+        """A copy of the beginning: who holds the whole may go on looking at it."""
+        return Growing(self.buffer[:, :, :length].clone())
+
 
 class Record:
     """The calls of one layer in one pass."""
@@ -65,38 +83,42 @@ class Record:
         self.pieces = [_piece(call, call.offset, width, width)]
         self._call: Call | None = None
 
-    def continues(self, call: Call, in_generation: bool) -> bool:
-        """Take in a call that goes on from this record's last one; False if it doesn't."""
+    def match(self, call: Call, in_generation: bool) -> Match | None:
+        """Whether a call goes on from this record's calls, and how."""
         if call.query.shape[0] != self.query.buffer.shape[0] or call.key.shape[1] != self.key.buffer.shape[1]:
-            return False
-        if call.cross:
-            if not in_generation or not _equal(call.key, self.key.get().to(call.key.device)):
-                return False
-            keys = self.key.length
-            self._take(call, call.offset, keys, keys, None)
-            return True
-        before = call.offset if isinstance(call.offset, int) else 0
-        if before < 1:
-            return False
-        width, call = _written(call)
+            return None
         stored = self.key.length
-        old = call.key[:, :1, :before].to(self.key.buffer.device)
-        if before > stored:
-            return False
+        if call.cross:
+            same = in_generation and _equal(call.key, self.key.get().to(call.key.device))
+            return Match(stored, None) if same else None
+        before = call.offset if isinstance(call.offset, int) else 0
+        if not 1 <= before <= stored:
+            return None
         last = self.pieces[-1]
         if isinstance(last.offset, int) and last.keys > last.offset + last.i:
-            return False  # keys behind its last query that are padding: nothing goes on from there
-        if not _equal(old, self.key.get()[:, :1, stored - before :]):
-            if before == stored and (rows := _reordered(old, self.key.get()[:, :1])) is not None:
-                for grown in self._grown():
-                    grown.reorder(rows)
-            elif before < stored and _equal(old, self.key.get()[:, :1, :before]):
-                self._forget_after(before)  # the cache was cropped
-                stored = before
-            else:
-                return False
-        self._take(call, stored, stored + call.query.shape[2], width, before)
-        return True
+            return None  # keys behind its last query that are padding: nothing goes on from there
+        old = call.key[:, :1, :before].to(self.key.buffer.device)
+        kept = self.key.get()[:, :1]
+        if _equal(old, kept[:, :, stored - before :]):
+            return Match(stored, before)
+        if before < stored and _equal(old, kept[:, :, :before]):  # the cache was cropped, or copied before
+            start = self.pieces[0].offset
+            return Match(before, before, again=before <= last.offset) if before > start else None
+        rows = _reordered(old, kept[:, :, stored - before :])
+        return None if rows is None else Match(stored, before, rows)
+
+    def go_on(self, call: Call, match: Match) -> Record:
+        """The record with one more call: itself, or a copy of its beginning where the call starts before its end."""
+        record = self if match.keys == self.key.length else self._until(match.keys)
+        if match.rows is not None:
+            for grown in record._grown():
+                grown.reorder(match.rows)
+        if match.before is None:
+            record._take(call, call.offset, match.keys, match.keys, None)
+        else:
+            width, call = _written(call)
+            record._take(call, match.keys, match.keys + call.query.shape[2], width, match.before)
+        return record
 
     @property
     def call(self) -> Call:
@@ -149,8 +171,12 @@ class Record:
             row += piece.i
         return Rule(other=whole.to(self.key.buffer.device))
 
-    def _bias(self) -> Tensor | None:
-        biases = [None if p.bias is None else p.bias[(None,) * (4 - p.bias.ndim)] for p in self.pieces]
+    def _bias(self) -> Any:
+        first = self.pieces[0].bias
+        if isinstance(first, es.Bias) and all(_alike(first, piece.bias) for piece in self.pieces):
+            return first
+        h = self.query.buffer.shape[1]
+        biases = [_written_out(p.bias, p.i, p.width, p.offset - (p.keys - p.width), h) for p in self.pieces]
         if all(bias is None for bias in biases):
             return None
         b, h = (max(bias.shape[n] for bias in biases if bias is not None) for n in (0, 1))
@@ -163,20 +189,23 @@ class Record:
             row += piece.i
         return whole
 
-    def _forget_after(self, count: int) -> None:
-        for grown in self._grown():
-            grown.length = min(grown.length, count)
-        while self.pieces and self.pieces[-1].offset >= count:
-            self.pieces.pop()
-        last, gone = self.pieces[-1], self.pieces[-1].keys - count
-        if gone > 0:
+    def _until(self, count: int) -> Record:
+        """The record as it was when there were `count` keys."""
+        made = copy(self)
+        made.query = self.query.until(count - self.pieces[0].offset)
+        made.key = self.key.until(count)
+        made.value = None if self.value is None else self.value.until(count)
+        made.pieces = [piece for piece in self.pieces if piece.offset < count]
+        last = made.pieces[-1]
+        if (gone := last.keys - count) > 0:
             mask = last.rule.mask()
             dense = (
                 torch.ones(1, 1, last.i, last.width, dtype=torch.bool) if mask is None else _four(_dense(mask, last))
             )
-            bias = None if last.bias is None else last.bias[..., : last.i - gone, :-gone]
+            bias = last.bias[..., : last.i - gone, :-gone] if isinstance(last.bias, Tensor) else last.bias
             rule, _ = recognise(dense[:, :, : last.i - gone, :-gone], last.i - gone, last.width - gone)
-            self.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
+            made.pieces[-1] = Piece(rule, last.i - gone, last.offset, count, last.width - gone, bias)
+        return made
 
     def _grown(self) -> list[Growing]:
         return [grown for grown in (self.query, self.key, self.value) if grown is not None]
@@ -188,8 +217,35 @@ class Record:
 
 
 def _piece(call: Call, offset: Any, keys: int, width: int) -> Piece:
-    bias = call.settings.get("bias")
-    return Piece(call.rule, call.query.shape[2], offset, keys, width, bias if isinstance(bias, Tensor) else None)
+    i, bias = call.query.shape[2], call.settings.get("bias")
+    if isinstance(bias, es.Bias) and not _is_rule(bias):
+        bias = _written_out(bias, i, width, call.offset, call.query.shape[1])
+    return Piece(call.rule, i, offset, keys, width, bias)
+
+
+def _is_rule(bias: es.Bias) -> bool:
+    """Whether a bias speaks of positions alone, and so of all steps of a generation."""
+    inner = [part for part in vars(bias).values() if isinstance(part, es.Bias)]
+    return all(map(_is_rule, inner)) if inner else bias.positional
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, es.Bias):
+        return all(_alike(part, vars(b)[name]) for name, part in vars(a).items())
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def _written_out(bias: Any, i: int, j: int, offset: Any, h: int) -> Tensor | None:
+    """A bias as a tensor [b, h, i, j]: the scores where there is nothing else."""
+    if isinstance(bias, es.Bias):
+        device = bias.tensors[0].device
+        query, key = torch.zeros(1, h, i, 1, device=device), torch.zeros(1, h, j, 1, device=device)
+        return es.AttentionWeights(query, key, bias=bias, offset=offset).scores()
+    return None if bias is None else _four(bias)
 
 
 def _may_be_static(call: Call) -> bool:
@@ -217,6 +273,11 @@ def _written(call: Call) -> tuple[int, Call]:
         settings = {**settings, "bias": bias[..., :end]}
     value = None if call.value is None else call.value[:, :, :end]
     return end, replace(call, key=call.key[:, :, :end], value=value, rule=rule, settings=settings)
+
+
+def written(call: Call) -> Call:
+    """The call without a static cache's room."""
+    return _written(call)[1]
 
 
 def _plain(piece: Piece) -> Rule:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from einsight.coordinates import as_axis, numbers
+from einsight.lens import words
 from einsight.lens.call import Call
 
 
@@ -16,9 +17,12 @@ def rollout(calls: list[Call], query: Any) -> Float[Tensor, "b n j"]:
     """See `Lens.rollout`."""
     b, _, i, _ = calls[0].query.shape
     if any(call.query.shape[2] != i or call.key.shape[2] != i for call in calls):
-        shapes = sorted({(call.query.shape[2], call.key.shape[2]) for call in calls})
+        alike: dict[tuple[int, int], list[str]] = {}
+        for call in calls:
+            alike.setdefault((call.query.shape[2], call.key.shape[2]), []).append(call.name)
         raise ValueError(
-            f"rollout needs layers that all map the same tokens onto themselves, but (queries, keys) are {shapes}"
+            "rollout needs layers that all map the same tokens onto themselves, but (queries, keys) are "
+            + ", ".join(f"{sizes} with layers={words.common(names)!r}" for sizes, names in alike.items())
         )
     chosen = numbers(as_axis(query, i, "query"))
     eye = torch.eye(i, dtype=calls[0].weights.dtype, device=calls[0].query.device)

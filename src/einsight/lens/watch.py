@@ -1,7 +1,7 @@
-"""What one thread sees of attention: a function mode, and the stack of the modules that are running.
+"""What one thread sees of attention: a function mode that every call of it goes through.
 
-There is one `Watch` per thread, for good, and every lens open in that thread listens to it: a function mode that
-came and went with each lens would make a compiled model compile again for each.
+There is one `Watch` per thread, for good, and every lens and edit open in that thread takes part in it: a function
+mode that came and went with each lens would make a compiled model compile again for each.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 import einsight as es
-from einsight.lens import compiled, multihead
-from einsight.lens.call import Call, from_sdpa
-from einsight.lens.rules import Rule
+from einsight.lens import compiled, faces, frames, huggingface, multihead
+from einsight.lens.call import Call
+from einsight.lens.changes import Change, edited
+from einsight.lens.faces import Face
 
 if TYPE_CHECKING:
+    from einsight.lens.edit import Edit
     from einsight.lens.lens import Lens
 
 _threads = threading.local()
+_BACKWARDS = {
+    function: frames.unwatched(function) for function in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
 
 
 def here() -> Watch:
@@ -40,62 +46,31 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.lenses: list[Lens] = []
-        self.stack: list[nn.Module] = []  # the modules that are running, outermost first
-        self.forward = object()  # stands for one call of the outermost of them
+        self.edits: list[Edit] = []
         self.busy = False  # whether the attention that is running has been seen already
         self.cross = False  # whether a multi-head attention that is running looks at other tokens than its own
-        self.changed = torch.zeros(())
         self._thread = threading.get_ident()
         self._entered = False
-        self._hooked: dict[int, list[Any]] = {}  # model → [how many lenses, handles]
+        self._attached: list[bool] = []
 
-    # Lenses come and go.
+    # Lenses and edits come and go.
 
-    def open(self, lens: Lens) -> None:
+    def open(self, listener: Any, among: list[Any]) -> None:
+        """Let a lens or an edit take part, `among` the watch's lenses or its edits."""
         if not self._entered:
             self.__enter__()
             self._entered = True
-        self.lenses.append(lens)
-        entry = self._hooked.setdefault(id(lens.model), [0, []])
-        entry[0] += 1
-        if entry[0] == 1:
-            for module in _hookable(lens.model):
-                entry[1].append(module.register_forward_pre_hook(self._enter_module))
-                entry[1].append(module.register_forward_hook(self._leave_module, always_call=True))
+        among.append(listener)
+        self._attached.append(huggingface.attach(lambda *given: here().from_interface(*given)))
 
-    def close(self, lens: Lens) -> None:
-        self.lenses.remove(lens)
-        entry = self._hooked[id(lens.model)]
-        entry[0] -= 1
-        if entry[0] == 0:
-            for handle in entry[1]:
-                handle.remove()
-            del self._hooked[id(lens.model)]
-        if not self.lenses:
-            self.stack.clear()
-            # Another thread can't take the mode off this one's; it stays, without anyone listening.
-            if threading.get_ident() == self._thread:
-                self.__exit__(None, None, None)
-                self._entered = False
-
-    # A model that is copied or saved in a lens takes its hooks along: to a watch that doesn't know the copy.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[], Watch], tuple[()]]:
-        return here, ()
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.lenses and threading.get_ident() == self._thread:
-            if not self.stack:
-                self.forward = object()
-            self.stack.append(module)
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self._thread:
-            while self.stack and self.stack.pop() is not module:
-                pass
+    def close(self, listener: Any, among: list[Any]) -> None:
+        among.remove(listener)
+        if self._attached.pop():
+            huggingface.detach()
+        # Another thread can't take the mode off this one's; it stays, without anyone listening.
+        if not self._attached and threading.get_ident() == self._thread:
+            self.__exit__(None, None, None)
+            self._entered = False
 
     # Calls arrive.
 
@@ -104,122 +79,146 @@ class Watch(TorchFunctionMode):
         if torch.compiler.is_compiling():
             if args and isinstance(args[0], Tensor) and function.__name__ in compiled.METHODS:
                 return getattr(args[0], function.__name__)(*args[1:], **kwargs)
+            if function is F.multi_head_attention_forward and not torch.compiler.is_exporting():
+                return multihead.traced(*args, **kwargs)
             output = function(*args, **kwargs)
-            if function is F.scaled_dot_product_attention:
-                compiled.report(self.changed, args, kwargs)
+            if function is F.scaled_dot_product_attention and not torch.compiler.is_exporting():
+                compiled.report(**compiled.arguments(*args, **kwargs))
             return output
-        if self.busy or not self.lenses:
+        if self.busy or not self._attached:
             return function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
-            if "einsight" in sys._getframe(1).f_code.co_names:
+            caller = sys._getframe(1).f_code
+            if caller.co_filename.startswith("<eval_with_key>") and "einsight" in caller.co_names:
                 return function(*args, **kwargs)  # a traced graph that reports the call itself
-            return self._run(lambda: from_sdpa(*args, **kwargs), function, args, kwargs)
+            return self._run(faces.sdpa, function, args, kwargs)
         if function is es.attention:
-            return self._run(lambda: _from_attention(*args, **kwargs), function, args, kwargs)
+            return self._run(faces.attention(kwargs.get("readouts")), function, args, kwargs)
         if function is F.multi_head_attention_forward:
             return self._multi_head(*args, **kwargs)
+        if self.edits and function in _BACKWARDS:
+            with self:  # what is recomputed there is edited as well
+                return _BACKWARDS[function](*args, **kwargs)
         return function(*args, **kwargs)
 
-    def from_interface(
-        self, module: nn.Module, call: Callable[[], Call], function: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Any:
+    def from_interface(self, face: Face, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run an attention function of Hugging Face's."""
-        if self.busy or not self.lenses:
+        if self.busy or not self._attached:
             return function(*args, **kwargs)
         self.busy = True
         try:
-            return self._run(call, function, args, kwargs, module)
+            return self._run(face, function, args, kwargs)
         finally:
             self.busy = False
 
-    def from_graph(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float | None,
-        name: str,
-    ) -> None:
-        """Take note of a call that a compiled graph has made."""
-        if self.lenses and not in_backward():
-            self._tell(from_sdpa(query, key, value, mask, is_causal=causal, scale=scale), within=name)
-
-    def _run(
-        self, call: Callable[[], Call], function: Callable[..., Any], args: tuple, kwargs: dict, module: Any = None
-    ) -> Any:
-        output = function(*args, **kwargs)
-        # While gradients are computed it is a checkpointed call, computed again.
+    def from_graph(self, call: Callable[[], Call], source: str) -> None:
+        """Take note of a call that a compiled graph has made, in the module that `source` names."""
+        if not self._attached:
+            return
+        module = frames.find(source)
+        running = frames.running() + ([] if module is None else [frames.Running(module, None)])
+        for edit in self.edits:
+            edit._refuse("in compiled code: edit the model before it is compiled", running)
         if not in_backward():
+            self._tell(call(), running)
+
+    def _run(self, face: Face, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        result = function(*args, **kwargs)
+        # While gradients are computed it is a checkpointed call, computed again: nothing new, but edited again.
+        again = in_backward()
+        if again and not self.edits:
+            return result
+        if reason := unseen(args, kwargs):
+            self._miss(reason)
+            return result
+        running = frames.running()
+        if self.edits:
+            call = self._named(face.read(*args, **kwargs))
+            change = edited(call, self.edits, running, again)
+            if change is not None:
+                output = change.finish(change.attend(face.own(result, call)))
+                result = face.put(result, output, change.call, change.heads)
+                call = change.call
+            if not again:
+                self._tell(call, running)
+        else:
             with torch.no_grad():
-                self._tell(call(), module)
-        return output
+                self._tell(self._named(face.read(*args, **kwargs)), running)
+        return result
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        if in_backward():
-            return multihead.forward(*args, **kwargs)
-        cross = multihead.is_cross(*args)
-        if not multihead.asks_weights(kwargs):
-            self.cross = cross
-            try:
+        again = in_backward()
+        if again and not self.edits:
+            return F.multi_head_attention_forward(*args, **kwargs)
+        if reason := unseen(args, kwargs):
+            self._miss(reason)
+            return F.multi_head_attention_forward(*args, **kwargs)
+        self.cross = multihead.is_cross(*args)
+        try:
+            if not multihead.asks_weights(kwargs):
                 with self:
                     return multihead.forward(*args, **kwargs)
-            finally:
-                self.cross = False
+            return self._weights_asked(again, args, kwargs)
+        finally:
+            self.cross = False
+
+    def _weights_asked(self, again: bool, args: tuple, kwargs: dict) -> Any:
+        running = frames.running()
+        change: Change | None = None
+
+        def seen(call: Call) -> None:
+            nonlocal change
+            call = self._named(call)
+            change = edited(call, self.edits, running, again)
+            if not again:
+                self._tell(call if change is None else change.call, running)
+
+        def weigh(weights: Tensor) -> Tensor:
+            return weights if change is None else change.weigh(weights)
+
+        def finish(output: Tensor) -> Tensor:
+            return output if change is None else change.finish(output)
+
         batch, heads = multihead.sizes(args[0], args[4])
-
-        def report(call: Call) -> None:
-            with torch.no_grad():
-                self._tell(replace(call, cross=cross))
-
-        with multihead.WeightsAsked(batch, heads, report):
+        with multihead.WeightsAsked(batch, heads, seen, weigh, finish):
             return multihead.forward(*args, **kwargs)
 
-    def _tell(self, call: Call, module: nn.Module | None = None, within: str = "") -> None:
+    def _named(self, call: Call) -> Call:
+        return replace(call, cross=call.cross or self.cross)
+
+    def _tell(self, call: Call, running: list[frames.Running]) -> None:
         busy, self.busy = self.busy, True
         try:
-            for lens in list(self.lenses):
-                lens._receive(
-                    replace(call, cross=call.cross or self.cross),
-                    [*self.stack, module] if module is not None else self.stack,
-                    within,
-                )
+            with torch.no_grad():
+                for lens in list(self.lenses):
+                    lens._receive(replace(call.detached()), running)
         finally:
             self.busy = busy
+
+    def _miss(self, reason: str) -> None:
+        running = frames.running()
+        for edit in self.edits:
+            edit._refuse(reason, running)
+        if not in_backward():
+            for lens in self.lenses:
+                lens._miss(reason, running)
+
+
+def unseen(args: tuple, kwargs: dict) -> str | None:
+    """Why a call that runs unharmed can't be looked at; None if it can."""
+    if maybe_current_level() is not None:
+        return "in a transform of torch.func (vmap, grad, …)"
+    if torch._C._get_tracing_state() is not None:
+        return "while torch.jit.trace traces"
+    if torch.compiler.is_exporting():
+        return "while torch.export traces"
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    if any(t.is_nested for t in tensors):
+        return "of nested tensors (pad them: torch.nested.to_padded_tensor)"
+    if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        return "of tensors without numbers (meta or fake)"
+    return None
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _from_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **settings: Any) -> Call:
-    offset = settings.pop("offset", None)
-    if offset is None:
-        offset = max(key.shape[2] - query.shape[2], 0)
-    kept = {
-        name: setting.detach() if isinstance(setting, Tensor) else setting
-        for name, setting in settings.items()
-        if name not in ("dropout", "readouts", "engine") and setting is not None
-    }
-    return Call(query.detach(), key.detach(), value.detach(), Rule(other=mask), offset, kept)
-
-
-def _hookable(model: nn.Module) -> list[nn.Module]:
-    """The modules that may call attention, without those whose code is compiled: a hook would compile it again."""
-    found: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module) -> None:
-        children = list(module.children())
-        is_torch_leaf = not children and type(module).__module__.startswith("torch.nn.modules.")
-        if id(module) in found or is_torch_leaf:
-            return
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            return
-        found[id(module)] = module
-        if not isinstance(module, OptimizedModule):
-            for child in children:
-                visit(child)
-
-    visit(model)
-    return list(found.values())

@@ -83,7 +83,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         problem, wanted = ctx.problem, ctx.needs_input_grad[4:]
-        leaves, found = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
+        saved = ctx.saved_tensors  # asked once: under checkpointing a second time is refused
+        leaves, found = saved[: len(wanted)], saved[len(wanted) :]
         if torch.is_grad_enabled():
             return None, None, None, None, *_once_more(problem, ctx.asks, leaves, wanted, grads)
         query, key, value, sink, *_ = leaves

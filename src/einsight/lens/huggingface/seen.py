@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from einsight.lens.call import Call, make
+from einsight.lens.compiled import report
+from einsight.lens.faces import Face, interface
 from einsight.lens.rules import Rule
 
 _lock = threading.Lock()
@@ -23,7 +25,7 @@ _users = 0
 _original: Any = None
 
 
-def attach(run: Callable[[nn.Module, Callable[[], Call], Callable[..., Any], tuple, dict], Any]) -> bool:
+def attach(run: Callable[[Face, Callable[..., Any], tuple, dict], Any]) -> bool:
     """Let `run` run every attention function that a Hugging Face model looks up, until `detach`.
 
     False if there is nothing to attach to.
@@ -52,7 +54,9 @@ def _looking_up(original: Callable[..., Any], run: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function = original(self, attn_implementation, default)
-        return function if torch.compiler.is_compiling() else _watched(function, attn_implementation, run)
+        if torch.compiler.is_compiling():  # what else is computed in a graph is seen there
+            return _reporting(function) if (attn_implementation or "eager") == "eager" else function
+        return _watched(function, attn_implementation, run)
 
     return get_interface
 
@@ -62,27 +66,40 @@ def _watched(function: Callable[..., Any], kind: str, run: Callable[..., Any]) -
     if reading is None:
         return function  # computes through something else that is seen, or isn't
 
-    @functools.wraps(function)
-    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        def call() -> Call:
-            return reading(module, query, key, value, *args, **kwargs)
+    face = interface(reading)
 
-        return run(module, call, function, (module, query, key, value, *args), kwargs)
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return run(face, function, args, kwargs)
 
     return watched
 
 
-def _eager(module, query, key, value, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> Call:
-    return make(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias=position_bias,
-        scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sink=kwargs.get("s_aux", getattr(module, "sinks", None)),
-    )
+def _reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An eager attention function that is being compiled."""
+    if torch.compiler.is_exporting():
+        return function
+
+    def reporting(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = _given(module, *args, **kwargs)
+        report(query, key, value, attn_mask=given.pop("mask"), **given)
+        return function(module, query, key, value, *args, **kwargs)
+
+    return reporting
+
+
+def _eager(module, query, key, value, *args, **kwargs) -> Call:
+    return make(query, key, value, **_given(module, *args, **kwargs), dropout=kwargs.get("dropout", 0.0))
+
+
+def _given(module, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> dict[str, Any]:
+    return {
+        "mask": attention_mask,
+        "bias": position_bias,
+        "scale": scaling,
+        "softcap": kwargs.get("softcap"),
+        "sink": kwargs.get("s_aux", getattr(module, "sinks", None)),
+    }
 
 
 def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> Call:
@@ -90,7 +107,7 @@ def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=N
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and query.shape[2] > 1 and attention_mask is None
-    return make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling)
+    return make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling, dropout=dropout)
 
 
 def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, **kwargs) -> Call:
@@ -101,7 +118,15 @@ def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=
     window = kwargs.get("sliding_window")
     keep = None if attention_mask is None else attention_mask[:, -j:].bool()
     call = make(
-        query, key, value, None, scale=scaling, softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"), offset=j - i
+        query,
+        key,
+        value,
+        None,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sink=kwargs.get("s_aux"),
+        offset=j - i,
+        dropout=dropout,
     )
     call.rule = Rule(causal=bool(is_causal), left=window - 1 if window and is_causal else None, keep=keep)
     return call

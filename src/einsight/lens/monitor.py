@@ -1,0 +1,239 @@
+"""A watch on attention while a model trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import einsight as es
+from einsight.lens import words
+from einsight.lens.call import Call
+from einsight.lens.frames import Running
+from einsight.lens.layers import Layers
+from einsight.lens.watch import Watch, here
+
+QUANTITIES = ("max_score", "entropy", "first_token")
+
+
+class Alarm(NamedTuple):
+    """Something that goes wrong: "logits" of a head, or "entropy" of a layer (head None)."""
+
+    kind: str
+    layer: str
+    head: int | None
+    value: float
+    threshold: float
+
+    def __str__(self) -> str:
+        if self.kind == "entropy":
+            return f"{self.layer}: attention collapses, mean entropy {self.value:.3g} below {self.threshold:g} nats"
+        return f"{self.layer}, head {self.head}: largest score {self.value:.4g} above {self.threshold:g}"
+
+
+@dataclass
+class _Layer:
+    """What was seen of a layer in a step, per head, on its device."""
+
+    module: nn.Module
+    max_score: Float[Tensor, " h"]
+    entropy: Float[Tensor, " h"]  # a sum over queries, as is the next
+    first_token: Float[Tensor, " h"]
+    queries: Float[Tensor, " h"]
+    capped: bool
+
+    def add(self, other: _Layer) -> None:
+        self.max_score = torch.maximum(self.max_score, other.max_score)
+        self.entropy = self.entropy + other.entropy
+        self.first_token = self.first_token + other.first_token
+        self.queries = self.queries + other.queries
+        self.capped = self.capped or other.capped
+
+    def of(self, quantity: str) -> Float[Tensor, " h"]:
+        found = getattr(self, quantity)
+        return found if quantity == "max_score" else found / self.queries.clamp(min=1)
+
+
+class Monitor:
+    """What attention does in training: the largest score, entropy, and weight on the first token of every head.
+
+    Each `with monitor:` is a training step, which may hold several forward and backward passes (gradient accumulation);
+    what is recomputed under checkpointing isn't counted again. The model runs as without: outputs and gradients keep
+    their bits, and nothing waits for a device until numbers are asked for.
+
+    Arguments:
+        model: the module that is trained; wrapped or compiled ones too (`einsight.attention` not in compiled code).
+        every: watch every n-th step only; in between nothing is done, and the numbers stay.
+        heads: whether `summary` has the numbers of each head as well.
+
+    >>> import torch
+    >>> from einsight.lens import Monitor
+    >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> monitor = Monitor(model)
+    >>> with monitor:
+    ...     model(torch.randn(3, 5, 8)).sum().backward()
+    >>> monitor.max_score()["self_attn"].shape
+    torch.Size([2])
+    >>> sorted(monitor.summary())[:2]
+    ['attention/self_attn/entropy/max', 'attention/self_attn/entropy/mean']
+    """
+
+    def __init__(self, model: nn.Module, every: int = 1, heads: bool = False):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a number of steps, 1 or more, not {every!r}")
+        self.model, self.every, self.heads = model, every, heads
+        self.step = 0  # how many steps began
+        self._seen = Layers(model)
+        self._layers: dict[str, _Layer] = {}
+        self._new = False  # whether the step that runs has told nothing yet
+        self._missed: dict[str, int] = {}
+        self._watch: Watch | None = None
+
+    def __enter__(self) -> Monitor:
+        if self._watch is not None:
+            raise RuntimeError("this monitor is watching a step already: `with monitor:` is one step")
+        self.step += 1
+        if (self.step - 1) % self.every == 0:
+            self._watch, self._new, self._missed = here(), True, {}
+            self._watch.open(self, self._watch.lenses)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watch is None:
+            return
+        self._watch.close(self, self._watch.lenses)
+        self._watch = None
+        self._seen.forget()
+        if self._new:  # nothing of an earlier step may pass for this one's
+            self._layers = {}
+
+    def max_score(self, group: Any = None) -> dict[str, Float[Tensor, " h"]]:
+        """The largest score of each head over the micro-batches of the last step watched, by layer, on the device.
+
+        `group`, a process group, takes the maximum over its ranks, by one all-reduce of all layers together; they must
+        have run the same layers. Waits for nothing else.
+        """
+        layers = self._found()
+        found = {name: layer.max_score for name, layer in layers.items()}
+        if group is None:
+            return found
+        packed = torch.cat(list(found.values()))
+        torch.distributed.all_reduce(packed, torch.distributed.ReduceOp.MAX, group=group)
+        parts = packed.split([len(scores) for scores in found.values()])
+        return dict(zip(found, parts, strict=True))
+
+    def summary(self) -> dict[str, float]:
+        """The last step watched as plain numbers, for TensorBoard or W&B.
+
+        "attention/{layer}/{quantity}/{min | mean | max}" over the heads, quantity "max_score", "entropy" (in nats) or
+        "first_token"; the latter two are means over queries, padding left out. With `heads`, ".../head_{n}" as well.
+        """
+        layers = self._found()
+        names, rows = [], []
+        for name, layer in layers.items():
+            for quantity in QUANTITIES:
+                heads = layer.of(quantity)
+                rows.append(torch.stack([heads.min(), heads.mean(), heads.max()]))
+                names += [f"attention/{name}/{quantity}/{of}" for of in ("min", "mean", "max")]
+                if self.heads:
+                    rows.append(heads)
+                    names += [f"attention/{name}/{quantity}/head_{n}" for n in range(len(heads))]
+        # One wait for the device.
+        return dict(zip(names, torch.cat([row.cpu().double() for row in rows]).tolist(), strict=True))
+
+    def alarms(self, logits: float = 100.0, entropy: float = 0.05) -> list[Alarm]:
+        """What looks like a run that will diverge, in the last step watched.
+
+        Arguments:
+            logits: a head's largest score above it, or that is no number, is an alarm. 100 is where QK-clip begins
+                (τ of Kimi K2; Kimi Team 2025, arXiv:2507.20534); growth to 10⁴ and more went with divergence in
+                Dehghani et al. 2023 (arXiv:2302.05442) and Wortsman et al. 2023 (arXiv:2309.14322).
+            entropy: a layer whose mean entropy, in nats, is below it has collapsed (Zhai et al. 2023,
+                arXiv:2303.06296, who give no number: 0.05 is what a query with 99 % of its weight on one key has).
+        """
+        found = []
+        for name, layer in self._found().items():
+            for head, value in enumerate(layer.max_score.tolist()):
+                if not value <= logits:
+                    found.append(Alarm("logits", name, head, value, logits))
+            mean = float(layer.of("entropy").mean())
+            if not mean >= entropy:
+                found.append(Alarm("entropy", name, None, mean, entropy))
+        return found
+
+    # What the watch tells.
+
+    def _receive(self, call: Call, running: list[Running]) -> None:
+        known = self._seen.known(running)
+        if not known:
+            return
+        if self._new:
+            self._layers, self._new = {}, False
+        self._seen.begins(known)
+        cross = call.cross or words.says_cross(self._seen.name(known))
+        name, _ = self._seen.number(self._seen.name(known), cross, lambda name: False)
+        found = _read(call, known[-1].module)
+        if name in self._layers:
+            self._layers[name].add(found)
+        else:
+            self._layers[name] = found
+
+    def _miss(self, reason: str, running: list[Running]) -> None:
+        if self._seen.known(running):
+            self._missed[reason] = self._missed.get(reason, 0) + 1
+
+    def _found(self) -> dict[str, _Layer]:
+        if self._layers:
+            return self._layers
+        if self._missed:
+            raise LookupError(words.missed(self._missed))
+        raise LookupError(
+            "the monitor saw no step: run forward and backward within `with monitor:`. "
+            + (words.nothing_seen(self.model) if self.step else "")
+        )
+
+
+def _read(call: Call, module: nn.Module) -> _Layer:
+    b, h, i, _ = call.query.shape
+    g, j = call.key.shape[1:3]
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    query, key, keep = call.query.to(dtype), call.key.to(dtype), call.rule.keep
+    # The weight on the first token rides along as the value.
+    first = torch.zeros(1, 1, j, 1, dtype=dtype, device=key.device)
+    first[:, :, :1] = 1
+    if keep is not None:
+        first = torch.zeros(len(keep), 1, j, 1, dtype=dtype, device=key.device)
+        first.scatter_(2, keep.to(torch.uint8).argmax(1)[:, None, None, None], 1)
+    share, (largest, entropy, lse) = es.attention(
+        query,
+        key,
+        first.expand(b, g, -1, -1),
+        call.mask,
+        offset=call.offset,
+        readouts=[es.MaxScore(), es.Entropy(), es.LogSumExp()],
+        **call.settings,
+    )
+    real = lse > -torch.inf
+    if keep is not None and not call.cross and i == j:
+        real = real & keep[:, None].to(real.device)
+        largest = largest.masked_fill(~real, -torch.inf)
+
+    def total(values: Float[Tensor, "b h i"]) -> Float[Tensor, " h"]:
+        return values.where(real, 0).sum((0, 2))
+
+    return _Layer(
+        module,
+        largest.amax((0, 2)),
+        total(entropy),
+        total(share.squeeze(-1)),
+        real.expand(b, h, i).sum((0, 2)).to(dtype),
+        "softcap" in call.settings,
+    )

@@ -1,0 +1,286 @@
+"""The training monitor's numbers against dense weights, and QK-clip by its effect."""
+
+import contextlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from lens.gpt import GPT
+from torch import nn
+
+import einsight as es
+from einsight.lens import Monitor, qk_clip
+
+IDS = torch.randint(0, 17, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+def scores_of(attention):
+    q, k = attention.last
+    future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+    return (q @ k.mT / 8**0.5).masked_fill(future, -torch.inf)
+
+
+def expected(scores):
+    """From dense scores [n, h, i, j] of all micro-batches."""
+    weights = scores.softmax(-1)
+    entropy = -torch.xlogy(weights, weights).sum(-1)
+    return scores.amax((0, 2, 3)), entropy.mean((0, 2)), weights[..., 0].mean((0, 2))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "einsight"])
+@pytest.mark.parametrize("checkpoint", [None, False, True])
+def test_numbers_over_micro_batches(kind, checkpoint):
+    model = GPT(kind, checkpoint).eval()
+    monitor, scores = Monitor(model, heads=True), [[], [], []]
+    with monitor:
+        for micro in IDS.split(1):
+            model(micro).square().sum().backward()
+            for n, block in enumerate(model.blocks):
+                scores[n].append(scores_of(block.attention))
+    summary = monitor.summary()
+    assert all(type(value) is float for value in summary.values())
+    for n, block in enumerate(scores):
+        name = f"blocks.{n}.attention"
+        for quantity, heads in zip(("max_score", "entropy", "first_token"), expected(torch.cat(block)), strict=True):
+            found = [summary[f"attention/{name}/{quantity}/{of}"] for of in ("min", "mean", "max", "head_0", "head_1")]
+            dense = torch.stack([heads.min(), heads.mean(), heads.max(), *heads])
+            torch.testing.assert_close(torch.tensor(found), dense, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(monitor.max_score()[name], expected(torch.cat(block))[0])
+    assert len(summary) == 3 * 3 * 5
+
+
+def test_nothing_changes():
+    model = GPT("sdpa").train()
+
+    def step(context):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with context:
+            model(IDS).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
+
+    plain, state = step(contextlib.nullcontext())
+    seen, state_seen = step(Monitor(model))
+    assert torch.equal(state, state_seen)
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+
+
+def test_every_other_step():
+    model, found = GPT("sdpa"), []
+    monitor = Monitor(model, every=2)
+    for n in range(4):
+        with monitor:
+            model(IDS[:, : 4 + n])
+        found.append(monitor.summary())
+    assert found[0] == found[1] != found[2] == found[3]
+    assert monitor.step == 4
+    assert all("head_0" not in key for key in found[0])
+
+
+def test_padding_has_no_part():
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    x = torch.randn(2, 5, 6)
+    x[0, 3:], x[1, :2] = 1e3, 1e3
+    padding = torch.tensor([[False] * 3 + [True] * 2, [True] * 2 + [False] * 3])
+    monitor, plain = Monitor(layer), Monitor(layer)
+    with monitor:
+        layer(x, x, x, key_padding_mask=padding, need_weights=False)
+    with plain:
+        real = torch.stack([x[0, :3], x[1, 2:]])
+        layer(real, real, real, need_weights=False)
+    assert monitor.summary() == pytest.approx(plain.summary(), rel=1e-5, abs=1e-5)
+
+
+def test_grouped_heads_masks_and_low_precision():
+    layer = es.nn.MultiHeadAttention(24, 6, num_kv_heads=2, mask=es.window(2, 0), sink=True).bfloat16()
+    x = torch.randn(2, 7, 24).bfloat16()
+    monitor = Monitor(layer)
+    with monitor:
+        _, (weights, largest) = layer(x, readouts=[es.Weights(), es.MaxScore()])
+    torch.testing.assert_close(monitor.max_score()["MultiHeadAttention"], largest.amax((0, 2)))
+    share = monitor.summary()["attention/MultiHeadAttention/first_token/mean"]
+    assert share == pytest.approx(float(weights[..., 0].detach().mean()), abs=1e-5)
+
+
+def test_what_was_not_seen_is_never_reported():
+    model = GPT("sdpa")
+    monitor = Monitor(model)
+    with pytest.raises(LookupError, match="the monitor saw no step: run forward and backward within"):
+        monitor.summary()
+    with monitor:
+        model(IDS)
+        with pytest.raises(RuntimeError, match="watching a step already"):
+            monitor.__enter__()
+    with monitor:
+        pass
+    with pytest.raises(LookupError, match="saw no call of attention"):
+        monitor.max_score()
+    make = inspect.unwrap(Monitor.__init__)
+    with pytest.raises(ValueError, match="every must be a number of steps, 1 or more, not 0"):
+        Monitor(model, every=0)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str"):
+        make(object.__new__(Monitor), "gpt2")
+
+
+def test_alarms():
+    layer = es.nn.MultiHeadAttention(8, 2, mask=es.causal())
+    monitor, x = Monitor(layer), torch.randn(2, 6, 8)
+    with monitor:
+        layer(x)
+    assert monitor.alarms() == []
+    with torch.no_grad():
+        layer.query.weight[4:] *= 1e5
+    with monitor:
+        layer(x)
+    (alarm,) = monitor.alarms()
+    assert (alarm.kind, alarm.layer, alarm.head) == ("logits", "MultiHeadAttention", 1)
+    assert "head 1: largest score" in str(alarm) and alarm.value > 100
+    with torch.no_grad():
+        layer.query.weight[:4] *= 1e5
+    with monitor:
+        layer(x)
+    assert [alarm.kind for alarm in monitor.alarms()] == ["logits", "logits", "entropy"]
+    assert "attention collapses" in str(monitor.alarms()[2])
+    with torch.no_grad():
+        layer.query.weight.fill_(torch.nan)
+    with monitor:
+        layer(x)
+    assert {alarm.kind for alarm in monitor.alarms()} == {"logits", "entropy"}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_clip_ours(kv_heads):
+    torch.manual_seed(0)
+    layer = es.nn.MultiHeadAttention(16, 4, num_kv_heads=kv_heads, mask=es.causal(), proj_bias="qkv")
+    with torch.no_grad():
+        layer.query.weight[8:] *= 500
+    clipped(
+        layer, "MultiHeadAttention", lambda: layer(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)))
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"kdim": 16, "vdim": 12, "bias": False}])
+def test_clip_of_torch(settings):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(16, 4, batch_first=True, **settings)
+    x, value = torch.randn(2, 6, 16), torch.randn(2, 6, 12 if settings else 16)
+    with torch.no_grad():
+        (layer.q_proj_weight if settings else layer.in_proj_weight)[8:16] *= 500
+        if not settings:
+            layer.in_proj_bias.normal_()
+    clipped(layer, "MultiheadAttention", lambda: layer(x, x, value))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_clip_llama(name):
+    pytest.importorskip("transformers")
+    from lens.architectures import build
+
+    model, inputs = build(name, "sdpa")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[8:] *= 50
+    clipped(model, "model.layers.1.self_attn", lambda: model(**inputs))
+
+
+def clipped(model, name, run):
+    monitor = Monitor(model)
+    with monitor:
+        run()
+    before = monitor.max_score()[name]
+    tau = float(before.median()) + 0.01  # some heads above, some below
+    gamma = qk_clip(model, monitor, tau)[name]
+    assert 0 < int((gamma < 1).sum()) < len(gamma)
+    with monitor:
+        run()
+    after = monitor.max_score()[name]
+    torch.testing.assert_close(after, before.clamp(max=tau), rtol=1e-4, atol=1e-4)
+
+
+def test_clip_refuses():
+    plain = es.nn.MultiHeadAttention(8, 2)
+    x = torch.randn(1, 5, 8)
+    for model, run, said in [
+        (GPT("sdpa"), lambda model: model(IDS), "'blocks.0.attention' is of Attention: qk_clip knows"),
+        (es.nn.MultiHeadAttention(8, 2, qk_norm=1e-6), lambda model: model(x), "which norms queries and keys"),
+        (es.nn.MultiHeadAttention(8, 2, softcap=5.0), lambda model: model(x), "caps its scores by tanh"),
+    ]:
+        monitor, state = Monitor(model), {k: v.clone() for k, v in model.state_dict().items()}
+        with monitor:
+            run(model)
+        with pytest.raises(ValueError, match=said):
+            qk_clip(model, monitor, 1e-3)
+        assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+        with pytest.raises(ValueError, match="the monitor watches another model"):
+            qk_clip(plain, monitor)
+    with pytest.raises(ValueError, match="tau must be a positive number, the largest score allowed, not 0"):
+        qk_clip(plain, Monitor(plain), 0)
+    with pytest.raises(LookupError, match="saw no step"):
+        qk_clip(plain, Monitor(plain))
+
+
+RANKS = """
+import sys, torch
+from einsight.nn import MultiHeadAttention
+from einsight.lens import Monitor, qk_clip
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(MultiHeadAttention(8, 2), MultiHeadAttention(8, 4))
+inputs = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(1))
+own = []
+for part in inputs:
+    with (monitor := Monitor(model)):
+        model(part)
+    own.append(monitor.max_score())
+with (monitor := Monitor(torch.nn.parallel.DistributedDataParallel(model))):
+    monitor.model(inputs[rank]).sum().backward()
+found = monitor.max_score(torch.distributed.group.WORLD)
+assert list(found) == ["module.0", "module.1"], list(found)
+for name, scores in found.items():
+    assert torch.equal(scores, torch.maximum(own[0][name[7:]], own[1][name[7:]]))
+gamma = qk_clip(model, monitor, 1e-3, torch.distributed.group.WORLD)
+both = [torch.empty_like(gamma["module.1"]) for _ in range(2)]
+torch.distributed.all_gather(both, gamma["module.1"])
+assert torch.equal(*both)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", RANKS]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd="tests", stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=120)
+        assert rank.returncode == 0, said[-3000:]
+
+
+COMPILED = """
+import torch
+from lens.gpt import GPT
+from einsight.lens import Monitor
+torch.manual_seed(0)
+model = GPT("sdpa")
+ids = torch.randint(0, 17, (2, 9))
+plain = Monitor(model)
+with plain:
+    model.eval()(ids).sum().backward()
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+monitor = Monitor(compiled, every=3)
+for _ in range(4):
+    with monitor:
+        compiled(ids).sum().backward()
+for name, value in plain.summary().items():
+    assert abs(monitor.summary()[name] - value) < 1e-5, name
+assert monitor.summary().keys() == plain.summary().keys()
+"""
+
+
+def test_compiled():
+    ran = subprocess.run([sys.executable, "-c", COMPILED], cwd="tests", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
