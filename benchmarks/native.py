@@ -54,6 +54,15 @@ def main() -> None:
         *((f"10 {row.what}", ">= 1.3", f"{row.ratio:.2f}") for row in masked[:-1]),
         (f"   {masked[-1].what}", ">= 12", f"{masked[-1].ratio:.1f}"),
     ]
+    training, whole = ours("training")[:-1], ours("training")[-1]
+    asked += [
+        ("11 forward + backward, geometric mean", ">= 1.5", f"{mean(training):.2f}"),
+        ("   no shape below", ">= 1.0", f"{min(r.ratio for r in training):.2f}"),
+        ("   with entropy and max score", "", f"{mean(ours('training', way='einsight + entropy, max')):.2f}"),
+        (f"   peak of {whole.what}, MB", "", f"{(whole.memory or 0) / 1e6:.0f}"),
+    ]
+    narrow, wide = ours("dtypes", "bfloat16")[0], ours("dtypes", "bfloat16", way="einsight, float32")[0]
+    asked.append(("12 bfloat16, to our float32", ">= 1.5", f"{wide.seconds / narrow.seconds:.2f}"))
     for row in long:
         asked.append((f"8 {row.what}, of the multiply-add peak", ">= 85 %", f"{row.of_peak or math.nan:.0%}"))
         asked.append((f"  {row.what}, of a large matrix product", ">= 100 %", f"{row.of_matmul or math.nan:.0%}"))

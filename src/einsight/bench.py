@@ -54,7 +54,8 @@ SHAPES: tuple[Shape, ...] = (
     (8, 12, 128, 64),
     (1, 9, 777, 96),
 )
-GROUPS = ("forward", "readouts", "eleven", "masks", "dense", "window", "decode", "dtypes", "biases", "tiny")
+GROUPS = ("forward", "readouts", "training", "eleven", "masks", "dense", "window", "decode", "dtypes", "biases", "tiny")
+TRAINING: tuple[Shape, ...] = ((2, 8, 512, 64), (1, 8, 2048, 64), (1, 8, 4096, 64), (2, 12, 1024, 64))
 READOUTS = (LogSumExp(), MaxScore(), Entropy(), Received())
 
 
@@ -98,7 +99,7 @@ def bench(
     """
     out = sys.stdout if out is None else out
     rows: list[Row] = []
-    with torch.inference_mode():
+    with torch.no_grad():
         peak, matmul = _peak(), _matmul()
         _head(peak, matmul, json, out)
         for case in cases(flex):
@@ -135,6 +136,21 @@ def cases(flex: bool) -> Iterator[Case]:
             theirs | {"einsight": partial(attention, q, k, v, causal(), readouts=READOUTS)},
             useful,
         )
+
+    for shape in TRAINING:
+        q, k, v = _tensors(shape)
+        ways = {
+            "SDPA": _step(lambda *qkv: sdpa(*qkv, is_causal=True), q, k, v),
+            "einsight": _step(lambda *qkv: attention(*qkv, causal()), q, k, v),
+            "einsight + entropy, max": _step(
+                lambda *qkv: attention(*qkv, causal(), readouts=(Entropy(), MaxScore()))[0], q, k, v
+            ),
+        }
+        # Three and a half times the forward's: seven products for two.
+        yield Case("training", f"{_name(shape)} forward + backward", ways, 3.5 * _useful(shape))
+    q, k, v = _tensors((1, 2, 32768, 64))
+    ways = {"einsight": _step(lambda *qkv: attention(*qkv, causal()), q, k, v)}
+    yield Case("training", f"{_name((1, 2, 32768, 64))} forward + backward", ways, memory=True)
 
     shape = SHAPES[1]
     q, k, v = _tensors(shape)
@@ -199,7 +215,11 @@ def cases(flex: bool) -> Iterator[Case]:
 
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v = (t.to(dtype) for t in _tensors(SHAPES[1]))
-        ways = {"SDPA": partial(sdpa, q, k, v, is_causal=True), "einsight": partial(attention, q, k, v, causal())}
+        ways = {
+            "SDPA": partial(sdpa, q, k, v, is_causal=True),
+            "einsight": partial(attention, q, k, v, causal()),
+            "einsight, float32": partial(attention, *_tensors(SHAPES[1]), causal()),
+        }
         yield Case("dtypes", f"{_name(SHAPES[1])} {str(dtype)[6:]}", ways, _useful(SHAPES[1]))
 
     q, k, v = _tensors(SHAPES[1])
@@ -215,6 +235,18 @@ def cases(flex: bool) -> Iterator[Case]:
     q, k, v = _tensors((1, 1, 1, 8))
     ways = {"SDPA": partial(sdpa, q, k, v), "einsight": partial(attention, q, k, v)}
     yield Case("tiny", _name((1, 1, 1, 8)), ways, each=500)
+
+
+def _step(call: Callable[..., Tensor], *operands: Tensor) -> Callable[[], Any]:
+    """A forward and a backward."""
+    leaves = [tensor.clone().requires_grad_() for tensor in operands]
+    upper = torch.ones_like(operands[2])
+
+    def run() -> Any:
+        with torch.enable_grad():
+            return torch.autograd.grad(call(*leaves), leaves, upper)
+
+    return run
 
 
 def _five_lines(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
