@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import einsight as es
+from einsight.engines import native
 
 EXACT = ["reference", "stream", "stream in tiny blocks"]
 # PyTorch's own forward derivatives of some operations are written in what it has deprecated.
@@ -128,15 +129,50 @@ def test_gradients_under_dropout(engine: str) -> None:
         assert gradcheck(seeded, small(), fast_mode=True)
 
 
-def test_gradients_of_auto() -> None:
-    """Its output alone comes from PyTorch's kernel, which has first derivatives only: the second are stream's."""
-    query, key, value = leaf(1, 2, 3, 5, seed=0), leaf(1, 2, 3, 5, seed=1), leaf(1, 2, 3, 5, seed=2)
-    for mask in (None, es.causal()):
-        assert es.plan(query, key, value, mask).engine == "torch_sdpa"
-        assert gradcheck(lambda q, k, v, mask=mask: es.attention(q, k, v, mask), (query, key, value), fast_mode=True)
-        assert gradgradcheck(
-            lambda q, k, v, mask=mask: es.attention(q, k, v, mask), (query, key, value), fast_mode=True
+@pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "score_mod"])
+def test_gradients_of_native(setting: str) -> None:
+    """Those of its own kernel; the second are stream's."""
+    learned, make = SETTINGS[setting]
+    readouts = {name: readout for name, readout in READOUTS.items() if name not in ("top", "scores")}
+    inputs = [*small(), *([] if learned is None else [learned])]
+
+    def run(query: Tensor, key: Tensor, value: Tensor, learned: Tensor | None = None) -> Tensor:
+        settings = {"offset": 2, **make(learned)}
+        output, seen = es.attention(query, key, value, **settings, readouts=readouts, engine="native")
+        return sum(
+            (draw(*x.shape, seed=n, dtype=x.dtype) * finite(x)).sum() for n, x in enumerate([output, *seen.values()])
         )
+
+    assert gradcheck(run, inputs, fast_mode=True)
+    assert gradgradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("engine", [*EXACT, "auto", "auto without native"])
+def test_operands_computed_from_one_another(engine: str, with_bias: bool) -> None:
+    """Their paths count once, also where the gradient is to be derived again."""
+
+    def run(x: Tensor, table: Tensor) -> Tensor:
+        bias = table + es.alibi(table[0, :2]) if with_bias else None
+        return es.attention(x, 2 * x, x.cos(), bias=bias, engine=name).cos()
+
+    with using(engine) as name:
+        inputs = leaf(1, 2, 3, 2, seed=0), leaf(3, 3, seed=1).requires_grad_(with_bias)
+        assert gradcheck(run, inputs, fast_mode=True)
+        assert gradgradcheck(run, inputs, fast_mode=True)
+
+
+def test_gradients_of_torch_sdpa() -> None:
+    """PyTorch's kernel has first derivatives only: the second are stream's."""
+    operands = leaf(1, 2, 3, 5, seed=0), leaf(1, 2, 3, 5, seed=1), leaf(1, 2, 3, 5, seed=2)
+    for mask in (None, es.causal()):
+
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: es.Mask | None = mask) -> Tensor:
+            return es.attention(query, key, value, mask, engine="torch_sdpa")
+
+        assert gradcheck(run, operands, fast_mode=True)
+        assert gradgradcheck(run, operands, fast_mode=True)
 
 
 @every_exact

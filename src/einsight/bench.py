@@ -140,16 +140,16 @@ def cases(flex: bool) -> Iterator[Case]:
     for shape in TRAINING:
         q, k, v = _tensors(shape)
         ways = {
-            "SDPA": _step(lambda *qkv: sdpa(*qkv, is_causal=True), q, k, v),
-            "einsight": _step(lambda *qkv: attention(*qkv, causal()), q, k, v),
+            "SDPA": _step(lambda q, k, v: sdpa(q, k, v, is_causal=True), q, k, v),
+            "einsight": _step(lambda q, k, v: attention(q, k, v, causal()), q, k, v),
             "einsight + entropy, max": _step(
-                lambda *qkv: attention(*qkv, causal(), readouts=(Entropy(), MaxScore()))[0], q, k, v
+                lambda q, k, v: attention(q, k, v, causal(), readouts=(Entropy(), MaxScore()))[0], q, k, v
             ),
         }
         # Three and a half times the forward's: seven products for two.
         yield Case("training", f"{_name(shape)} forward + backward", ways, 3.5 * _useful(shape))
     q, k, v = _tensors((1, 2, 32768, 64))
-    ways = {"einsight": _step(lambda *qkv: attention(*qkv, causal()), q, k, v)}
+    ways = {"einsight": _step(lambda q, k, v: attention(q, k, v, causal()), q, k, v)}
     yield Case("training", f"{_name((1, 2, 32768, 64))} forward + backward", ways, memory=True)
 
     shape = SHAPES[1]

@@ -28,6 +28,10 @@ class Bias:
         """The biases of which this one is the sum."""
         return (self,)
 
+    def made_of(self, tensors: tuple[Tensor, ...]) -> Bias:
+        """The same rule with other tensors in the place of `tensors`."""
+        raise NotImplementedError
+
     def __add__(self, other: Bias | Tensor) -> Bias:
         return _Sum(self, as_bias(other))
 
@@ -50,6 +54,10 @@ class _Sum(Bias):
     def terms(self) -> tuple[Bias, ...]:
         return self.left.terms() + self.right.terms()
 
+    def made_of(self, tensors: tuple[Tensor, ...]) -> Bias:
+        n = len(self.left.tensors)
+        return _Sum(self.left.made_of(tensors[:n]), self.right.made_of(tensors[n:]))
+
 
 class TensorBias(Bias):
     """A float tensor that broadcasts to [b, h, i, j]."""
@@ -57,6 +65,9 @@ class TensorBias(Bias):
     def __init__(self, tensor: Float[Tensor, ...]):
         self.tensor = tensor
         self.tensors = (tensor,)
+
+    def made_of(self, tensors: tuple[Tensor, ...]) -> Bias:
+        return TensorBias(tensors[0])
 
     def check(self, sizes: Sizes) -> None:
         if not broadcasts(self.tensor.shape, sizes):
@@ -77,6 +88,9 @@ class Alibi(Bias):
     def __init__(self, slopes: Float[Tensor, " h"]):
         self.slopes = slopes
         self.tensors = (slopes,)
+
+    def made_of(self, tensors: tuple[Tensor, ...]) -> Bias:
+        return Alibi(tensors[0])
 
     def check(self, sizes: Sizes) -> None:
         if len(self.slopes) != sizes.h:
@@ -108,6 +122,9 @@ class _Relative(Bias):
     def __init__(self, table: Float[Tensor, "n h"], bidirectional: bool, max_distance: int):
         self.table, self.bidirectional, self.max_distance = table, bidirectional, max_distance
         self.tensors = (table,)
+
+    def made_of(self, tensors: tuple[Tensor, ...]) -> Bias:
+        return _Relative(tensors[0], self.bidirectional, self.max_distance)
 
     def check(self, sizes: Sizes) -> None:
         if self.table.shape[1] != sizes.h:

@@ -123,7 +123,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         again = torch.is_grad_enabled()
-        inputs = ctx.saved_tensors if again else ctx.inputs
+        # When derived again, the derivative ends at names of its own: one input may have been computed from another.
+        inputs = [t.view_as(t) for t in ctx.saved_tensors] if again else ctx.inputs
         wanted = [t for t in inputs if t.requires_grad]
         grads: tuple[Tensor, ...] = ()
         if ctx.sound and not again:

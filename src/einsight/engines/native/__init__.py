@@ -21,7 +21,7 @@ from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, 
 
 MAKES = "the output and every readout in one pass over the keys, and their gradients"
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)  # what the running softmax leaves behind, or passes by
 
 
@@ -36,7 +36,7 @@ def refuses(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return f"it runs on CPUs, and the tensors are on {problem.device}; write query.cpu()"
     if problem.query.dtype not in _DTYPES:
-        return f"it computes in float32, and query is {problem.query.dtype}; write query.float()"
+        return f"it computes in float32 and float64, and query is {problem.query.dtype}"
     if 0 in problem.sizes[:5]:
         return "there are no items, heads, queries or keys"
     if problem.score_mod is not None:
@@ -72,7 +72,7 @@ def _bias(problem: Problem) -> tuple[Tensor | None, Tensor | None] | str:
     """Alibi's slopes, and what else is added to the scores."""
     if "native bias" not in problem.memory:
         none = None, None
-        lowered = none if problem.bias is None else lower_bias(problem.bias, problem.whole)
+        lowered = none if problem.bias is None else lower_bias(problem.bias, problem.whole, problem.dtype)
         problem.memory["native bias"] = derivatives.learned(problem, lowered) if problem.needs_grad else lowered
     return problem.memory["native bias"]
 
@@ -101,13 +101,13 @@ def holds(problem: Problem) -> int:
     asks = [ask for asks in _asks(problem) for ask in asks]
     threads, shared = torch.get_num_threads(), h // max(g, 1)
     rows, chunks = shared * i, -(-j // 1024)
-    row = d + e + 80 + (j if asks else 256)
+    row, size = d + e + 80 + (j if asks else 256), problem.dtype.itemsize
     lines = sum(min(rows, 96) // shared // ask.number + 2 if ask.kind is Kind.POOL else 1 for ask in asks if ask.adds)
     sums = threads * shared * lines * j
     if rows > 96:
-        packed = j * (d + e) * max(1, min(threads + 1, b * g, (48 << 20) // max(4 * j * (d + e), 1)))
-        return 4 * (packed + threads * 96 * row + sums)
-    return 4 * (threads * 256 * (d + e) + min(b * g, threads) * rows * chunks * row + sums)
+        packed = j * (d + e) * max(1, min(threads + 1, b * g, (48 << 20) // max(size * j * (d + e), 1)))
+        return size * (packed + threads * 96 * row + sums)
+    return size * (threads * 256 * (d + e) + min(b * g, threads) * rows * chunks * row + sums)
 
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
@@ -142,7 +142,7 @@ def _settings(problem: Problem) -> Settings:
     return Settings(
         problem.scale,
         problem.softcap or 0.0,
-        None if sink is None else sink.float().resolve_neg().contiguous(),
+        None if sink is None else sink.to(problem.dtype).resolve_neg().contiguous(),
         slopes,
         bias,
         problem.positions if places else None,

@@ -66,10 +66,10 @@ class Ask(NamedTuple):
         return ((*row, self.number),) if self.kind in (Kind.MASS, Kind.MASS_OF_IDS) else (row,)
 
 
-def blank(ask: Ask, sizes: Sizes) -> list[Tensor]:
+def blank(ask: Ask, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
     """Memory for the result."""
     first, *others = ask.shapes(sizes)
-    made = torch.zeros(first) if ask.adds else torch.empty(first)
+    made = torch.zeros(first, dtype=dtype) if ask.adds else torch.empty(first, dtype=dtype)
     return [made, *(torch.empty(shape, dtype=torch.int64) for shape in others)]
 
 
@@ -118,7 +118,9 @@ def _rows(readout: Rows, problem: Problem, count: int, slot: Tensor | None) -> t
     return (Ask(Kind.ROWS, count, 0, slot),)
 
 
-def _top(readout: TopK, problem: Problem, count: int, slot: Tensor | None) -> tuple[Ask, ...]:
+def _top(readout: TopK, problem: Problem, count: int, slot: Tensor | None) -> tuple[Ask, ...] | str:
+    if problem.dtype == torch.float64:
+        return "its top-k compares weights of float32"
     return (Ask(Kind.TOP, count, readout.k, slot),)
 
 
@@ -130,15 +132,15 @@ def _share(readout: Share, problem: Problem, count: int, slot: Tensor | None) ->
 def _mass(readout: Mass, problem: Problem, count: int, slot: Tensor | None) -> tuple[Ask, ...]:
     groups, n = readout.groups.detach().cpu(), readout.n
     if groups.dtype.is_floating_point:
-        return (Ask(Kind.MASS, count, n, slot, member=_padded(groups[None])),)
+        return (Ask(Kind.MASS, count, n, slot, member=_padded(groups[None], problem.dtype)),)
     ids = along(groups if groups.ndim == 2 else groups[None], 0, problem.batch).to(torch.int64).contiguous()
     if n > _FEW:
         return (Ask(Kind.MASS_OF_IDS, count, n, slot, member=ids),)
-    return (Ask(Kind.MASS, count, n, slot, member=_padded(one_hot(ids + 1, n + 1)[..., 1:])),)
+    return (Ask(Kind.MASS, count, n, slot, member=_padded(one_hot(ids + 1, n + 1)[..., 1:], problem.dtype)),)
 
 
-def _padded(member: Tensor) -> Float[Tensor, "b j n"]:
-    return pad(member.float(), (0, -member.shape[-1] % 16)).contiguous()
+def _padded(member: Tensor, dtype: torch.dtype) -> Float[Tensor, "b j n"]:
+    return pad(member.to(dtype), (0, -member.shape[-1] % 16)).contiguous()
 
 
 def _diagonal(readout: Diagonal, problem: Problem, count: int, slot: Tensor | None) -> tuple[Ask, ...]:

@@ -15,7 +15,7 @@ from einsight.engines import stream
 from einsight.engines.native import operations
 from einsight.engines.native.asks import Ask, Kind, as_found
 from einsight.engines.native.operations import Asked, Results, Settings
-from einsight.engines.native.rules import LIMIT
+from einsight.engines.native.rules import LIMIT, lower_bias
 from einsight.problem import Problem
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Scores
 
@@ -68,8 +68,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, settings: Settings, asked: Asked, asks: list[tuple[Ask, ...]], *leaves: Any
     ) -> tuple[Tensor | None, ...]:
-        ctx.problem, ctx.asks, ctx.lowered, ctx.entropy = problem, asks, settings[3:5], asked.entropy
-        slopes, bias = (None if t is None else t.detach() for t in ctx.lowered)
+        ctx.problem, ctx.asks, ctx.entropy = problem, asks, asked.entropy
+        ctx.learned = [t is not None and t.requires_grad for t in settings[3:5]]
+        slopes, bias = (None if t is None else t.detach() for t in settings[3:5])
         ctx.settings = settings = settings._replace(slopes=slopes, bias=bias)
         asked = asked._replace(lse=True, max_score=True, lse_rest=True)
         found = operations.forward(leaves[0], leaves[1], leaves[2], settings, asked)
@@ -100,7 +101,12 @@ class _Attention(torch.autograd.Function):
             ctx.settings,
             Results(output, lse, max_score, entropy if ctx.entropy else None, None, lse_rest, indices),
             Results(of_output, of_lse, of_max, of_entropy, None, None, upper),
-            (*wanted[:4], *(lowered is not None and lowered.requires_grad for lowered in ctx.lowered)),
+            (
+                *wanted[:2],
+                wanted[2] and of_output is not None,
+                wanted[3],
+                *ctx.learned,
+            ),
         )
         return (
             None,
@@ -109,9 +115,9 @@ class _Attention(torch.autograd.Function):
             None,
             made.query.to(query.dtype) if wanted[0] else None,
             made.key.to(key.dtype) if wanted[1] else None,
-            made.value.to(value.dtype) if value is not None and wanted[2] else None,
+            made.value.to(value.dtype) if value is not None and of_output is not None and wanted[2] else None,
             _of_all_heads(made.sink, problem.heads, sink) if wanted[3] else None,
-            *_of_biases(problem, ctx.lowered, leaves[4:], wanted[4:], made),
+            *_of_biases(problem, leaves[4:], wanted[4:], made),
         )
 
 
@@ -141,24 +147,24 @@ def _of_all_heads(parts: Float[Tensor, "b h i"], heads: Axis, of: Tensor) -> Ten
 
 def _of_biases(
     problem: Problem,
-    lowered: tuple[Tensor | None, Tensor | None],
     leaves: tuple[Tensor, ...],
     wanted: tuple[bool, ...],
     made: operations.Gradients,
 ) -> list[Tensor | None]:
     """The gradients of what the bias is made of."""
-    if not any(wanted):
+    if problem.bias is None or not any(wanted):
         return [None for _ in wanted]
     if type(problem.bias) is Alibi:
         return [_of_all_heads(made.slopes, problem.heads, leaves[0])]
+    # From the tensors themselves: one of them may have been computed from another.
+    own = tuple(leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, wanted, strict=True))
+    with torch.enable_grad():
+        lowered: Any = learned(problem, lower_bias(problem.bias.made_of(own), problem.whole, problem.dtype))
     slopes, bias = lowered
-    of_slopes = made.slopes.sum((0, 2), dtype=torch.float64).float() if slopes is not None else None
+    of_slopes = None if slopes is None else made.slopes.sum((0, 2), dtype=torch.float64).to(slopes.dtype)
     pairs = [(x, g) for x, g in ((slopes, of_slopes), (bias, made.bias)) if x is not None and x.requires_grad]
-    own = problem.bias.tensors if problem.bias is not None else ()
-    chosen = [tensor for tensor, want in zip(own, wanted, strict=True) if want]
-    found = iter(
-        torch.autograd.grad([x for x, _ in pairs], chosen, [g for _, g in pairs], retain_graph=True, allow_unused=True)
-    )
+    chosen = [tensor for tensor in own if tensor.requires_grad]
+    found = iter(torch.autograd.grad([x for x, _ in pairs], chosen, [g for _, g in pairs], allow_unused=True))
     return [next(found) if want else None for want in wanted]
 
 
@@ -180,11 +186,17 @@ def _once_more(
             given.append(as_found(readout, problem, mine[0]))
     pairs = [(readout, grad) for readout, grad in given if grad is not None]
     with torch.enable_grad():
-        output, found = stream.run(replace(problem, readouts=tuple(readout for readout, _ in pairs)))
+        # Names of their own, at which the derivative ends: one tensor may have been computed from another.
+        query, key, value, sink, *biases = own = [None if leaf is None else leaf.view_as(leaf) for leaf in leaves]
+        bias = None if problem.bias is None else problem.bias.made_of(tuple(b for b in biases if b is not None))
+        asked = tuple(readout for readout, _ in pairs)
+        output, found = stream.run(
+            replace(problem, query=query, key=key, value=value, sink=sink, bias=bias, readouts=asked)
+        )
     results = [result[0] if isinstance(result, tuple) else result for result in found]
     upper = [grad for _, grad in pairs]
     if grads[0] is not None and output is not None:
         results, upper = [output, *results], [grads[0], *upper]
-    chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if leaf is not None and want]
+    chosen = [tensor for tensor, want in zip(own, wanted, strict=True) if tensor is not None and want]
     made = iter(torch.autograd.grad(results, chosen, upper, create_graph=True, allow_unused=True))
     return [next(made) if want else None for want in wanted]

@@ -19,6 +19,15 @@ except ImportError:
     kernel = None
 
 
+def accuracy(dtype: torch.dtype) -> torch.dtype:
+    """What the kernel computes in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _kernel(query: Tensor) -> Any:
+    return kernel.wide if query.dtype == torch.float64 else kernel
+
+
 class Settings(NamedTuple):
     """What scores and weights are made with, and the readouts of weights. `softcap` 0 is none."""
 
@@ -55,7 +64,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward writes, in float32; empty tensors for what isn't wanted."""
+    """What the backward writes, in float32 or float64; empty tensors for what isn't wanted."""
 
     query: Tensor  # [b, h, i, d]
     key: Tensor  # [b, g, j, d]
@@ -140,7 +149,7 @@ def _forward(
     """`level` chooses among `kernel.levels`, the instruction sets of this processor, best first."""
     own, parts = _results(query, key, value, asked, settings.asks)
     lines = [_line(ask, *part) for ask, part in zip(settings.asks, parts, strict=True)]
-    kernel.forward(query, key, value, *settings[:7], *own, lines, torch.get_num_threads(), level)
+    _kernel(query).forward(query, key, value, *settings[:7], *own, lines, torch.get_num_threads(), level)
     return own, [tensor for part in parts for tensor in part]
 
 
@@ -155,12 +164,12 @@ def _results(
     g, j = key.shape[1:3]
 
     def make(asked: bool, *shape: int) -> Tensor | None:
-        return torch.empty(shape, dtype=torch.float32, device=query.device) if asked else None
+        return torch.empty(shape, dtype=accuracy(query.dtype), device=query.device) if asked else None
 
     rows = (make(flag, b, h, i) for flag in (asked.lse, asked.max_score, asked.entropy))
     output = None if value is None else query.new_empty(b, h, i, value.shape[3])
     own = [output, *rows, make(asked.scores, b, h, i, j), make(asked.lse_rest, b, h, i)]
-    return own, [blank(ask, Sizes(b, h, g, i, j, d, 0)) for ask in asks]
+    return own, [blank(ask, Sizes(b, h, g, i, j, d, 0), accuracy(query.dtype)) for ask in asks]
 
 
 def _backward(
@@ -170,7 +179,9 @@ def _backward(
     made = _gradients(query, key, value, settings.bias, *wanted)
     given = [gradient if gradient.numel() else None for gradient in made]
     lines = [_line(*line) for line in zip(settings.asks, upper_parts, indices, strict=True) if line[1] is not None]
-    kernel.backward(query, key, value, *settings[:7], *found, *upper, lines, *given, torch.get_num_threads(), level)
+    _kernel(query).backward(
+        query, key, value, *settings[:7], *found, *upper, lines, *given, torch.get_num_threads(), level
+    )
     return made
 
 
@@ -178,7 +189,7 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | 
     none = query.new_empty(0)
     shapes = [(none if t is None else t).shape for t in (query, key, value, query[..., 0], query[..., 0], bias)]
     return [
-        torch.zeros(shape if want else (0,), dtype=torch.float32, device=query.device)
+        torch.zeros(shape if want else (0,), dtype=accuracy(query.dtype), device=query.device)
         for shape, want in zip(shapes, wanted, strict=True)
     ]
 

@@ -59,17 +59,19 @@ def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None) -> Rule |
     return Rule(per_query(lo, i, j), per_query(hi, i, j), seen, shows, query_ids, key_ids)
 
 
-def lower_bias(bias: Bias, at: At) -> tuple[Float[Tensor, " h"] | None, Float[Tensor, "#b #h #i #j"] | None] | str:
+def lower_bias(
+    bias: Bias, at: At, dtype: torch.dtype
+) -> tuple[Float[Tensor, " h"] | None, Float[Tensor, "#b #h #i #j"] | None] | str:
     """The bias as alibi's slopes and a tensor of floats, or why it has none."""
     terms = list(bias.terms())
     linear = next((term for term in terms if isinstance(term, Alibi)), None)
-    slopes = None if linear is None else along(linear.slopes, 0, at.heads).float().resolve_neg().contiguous()
+    slopes = None if linear is None else along(linear.slopes, 0, at.heads).to(dtype).resolve_neg().contiguous()
     others = [term for term in terms if term is not linear]
     if not others:
         return slopes, None
     if len(others) == 1 and isinstance(others[0], TensorBias):
-        return slopes, at.take(to_four(others[0].tensor)).float().resolve_neg()
-    made = in_rows(lambda some: reduce(add, (term.block(some, torch.float32) for term in others)), at, torch.float32)
+        return slopes, at.take(to_four(others[0].tensor)).to(dtype).resolve_neg()
+    made = in_rows(lambda some: reduce(add, (term.block(some, dtype) for term in others)), at, dtype)
     if made is None:
         return f"the bias is neither alibi nor a tensor, and as one it would take more than {LIMIT >> 20} MB"
     return slopes, made

@@ -4,13 +4,14 @@
 #include "gradient.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 static void begin(const Request &a, const Task &task, const Sight &s, Workspace &work, Rows &rows) {
   int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
   rows.count = task.row_end - task.row_begin;
   for (int64_t r = 0; r < rows.count; r++) {
-    float *query = work.query + r * query_stride;
+    Real *query = work.query + r * query_stride;
     if (a.pairs) pack_row_of_pairs(in_pairs(queries_of(a, task.batch, s.head[r])), s.query[r], a.query_factor() < 0, query);
     else pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), query);
     rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
@@ -29,11 +30,11 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
 // Scores of a tile, panel by panel, so that a panel stays in L1 while all rows use it. Marks in live[group] the panels
 // of which some row of the group sees a key; the others are not multiplied.
 static void score_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
-                       int64_t tile_begin, float *scores, int64_t stride, uint32_t *live) {
+                       int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
   int64_t query_stride = round_up(a.d, kMaxWidth);
   // A long chain of additions loses bits; where the products cost nothing (decoding), chains are kept short.
   int64_t slab = rows.count <= kGroup ? 16 : 64;
-  float ignored[kGroup * kMaxWidth] = {};
+  Real ignored[kGroup * kMaxWidth] = {};
   fill(work.tile_max, 0, rows.count * kMaxWidth, -kInfinity);
   for (int64_t group = 0; group * kGroup < rows.count; group++) live[group] = 0;
   for (int64_t key = most(tile_begin, s.block_lo / kPanel * kPanel); key < least(tile_begin + kTile, s.block_hi);
@@ -43,7 +44,7 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
       int64_t count = least(kGroup, rows.count - first);
       Shown panel = shown(a, s, first, count, key);
       bool plain = panel.all && !a.adjusted();
-      float *to = scores + first * stride + key - tile_begin, *top = work.tile_max + first * kMaxWidth;
+      Real *to = scores + first * stride + key - tile_begin, *top = work.tile_max + first * kMaxWidth;
       if (!panel.some) {
         for (int64_t r = 0; r < count; r++) fill(to + r * stride, 0, kPanel, -kInfinity);
         continue;
@@ -60,8 +61,8 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
 
 // The values of one panel that a row sees, zeros in the place of the others. `values` has rows of `width`, `step` apart,
 // each of one key, or of two.
-static void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, int64_t tile_begin, const float *values,
-                      int64_t step, int64_t width, float *to) {
+static void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, int64_t tile_begin, const Real *values,
+                      int64_t step, int64_t width, Real *to) {
   for (int64_t key = live.begin; key < live.end; key += W) {
     uint32_t seen = lanes(visible(a, s, r, key));
     for (int64_t k = 0; k < W; k += a.pairs ? 2 : 1) {
@@ -78,16 +79,16 @@ static void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, in
 // there each row multiplies just the keys it sees, with the same chain of additions. If single keys may be hidden
 // between them, or beside them in a pair, it is a copy of the values with zeros in their place.
 static void value_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
-                       int64_t tile_begin, Span live, int64_t first, const float *weights, int64_t stride,
-                       const float *correction) {
+                       int64_t tile_begin, Span live, int64_t first, const Real *weights, int64_t stride,
+                       const Real *correction) {
   ValuePanels panels(a.e);
   int64_t count = least(kGroup, rows.count - first), group = first / kGroup, at_once = a.pairs ? 2 : 1;
   bool copied = tile.unsafe && (a.is_dense() || a.pairs);
   for (int64_t n = 0; n < panels.count; n++) {
     int64_t begin = panels.begin(n) * W, columns = panels.begin(n + 1) - panels.begin(n), width = columns * W;
     int64_t step = tile.value_row ? tile.value_row : width;
-    const float *values = tile.values + begin * (tile.value_row ? 1 : a.tile_steps());
-    auto add = [&](int64_t r, int64_t rows_at_once, const float *values, int64_t step, int64_t lo, int64_t hi) {
+    const Real *values = tile.values + begin * (tile.value_row ? 1 : a.tile_steps());
+    auto add = [&](int64_t r, int64_t rows_at_once, const Real *values, int64_t step, int64_t lo, int64_t hi) {
       lo = most(lo - tile_begin, 0), hi = most(least(hi - tile_begin, kTile), lo);
       lo = lo / at_once, hi = (hi + at_once - 1) / at_once;
       (a.pairs ? kAddPairs : kAddValues)[rows_at_once - 1][columns - 1](
@@ -122,21 +123,21 @@ inline Span live_part(const Span &span, int64_t tile, uint32_t live) {
 static void attend(const Request &a, const Task &task, Packed &packed, Workspace &work, Rows &rows) {
   Sight s = look(a, task);
   begin(a, task, s, work, rows);
-  float exponent = a.unit() * kLog2e;
+  Real exponent = a.unit() * kLog2e;
   for (int64_t t = s.block_lo / kTile; t * kTile < s.block_hi; t++) {
     Tile tile = packed_tile(a, task, packed, t);
     int64_t stride = a.keeps_weights() ? rows.weights_stride : kTile + 16;
-    float *scores = a.keeps_weights() ? rows.weights + t * kTile - rows.origin : work.scores;
+    Real *scores = a.keeps_weights() ? rows.weights + t * kTile - rows.origin : work.scores;
     uint32_t live[kBlock / kGroup];
     score_tile(a, s, rows, work, tile, t * kTile, scores, stride, live);
     for (int64_t first = 0; first < rows.count; first += kGroup) {
       Span span = written(s, first / kGroup, t);
       if (span.begin >= span.end) continue;
-      float correction[kGroup], base[kGroup];
+      Real correction[kGroup], base[kGroup];
       int64_t count = least(kGroup, rows.count - first);
       for (int64_t n = 0; n < count; n++) {
         int64_t r = first + n;
-        float top = max_lanes(load(work.tile_max + r * kMaxWidth));
+        Real top = max_lanes(load(work.tile_max + r * kMaxWidth));
         for (int64_t k = W; k < kMaxWidth; k += W) top = larger(max_lanes(load(work.tile_max + r * kMaxWidth + k)), top);
         rows.largest[r] = larger(top, rows.largest[r]);
         correction[n] = move_reference(a, rows, r, top, exponent);
@@ -146,7 +147,7 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
       Span seen = live_part(span, t, live[first / kGroup]);
       for (int64_t n = 0; n < count; n++) {
         int64_t r = first + n;
-        float *row = scores + r * stride - t * kTile;
+        Real *row = scores + r * stride - t * kTile;
         if (a.scores) write_scores(a, s, r, t, ((task.batch * a.h + s.head[r]) * a.i + s.query[r]) * a.j, row);
         fill(row, span.begin, seen.begin, 0.f);
         fill(row, seen.end, span.end, 0.f);
@@ -155,7 +156,7 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
                                                                rows.moment + r * kMaxWidth);
       }
       if (!a.value || seen.begin >= seen.end) continue;
-      const float *weights = scores + first * stride;
+      const Real *weights = scores + first * stride;
       if (a.pairs) {
         constexpr int64_t pair_stride = kTile / 2 + 16;
         for (int64_t n = 0; n < count; n++)
@@ -172,7 +173,7 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
 
 static double peak(int64_t steps) {
   Vec c[12];
-  for (int n = 0; n < 12; n++) c[n] = all((float)n);
+  for (int n = 0; n < 12; n++) c[n] = all((Real)n);
   Vec x = all(0.999f), y = all(1e-3f);
   asm volatile("" : "+m"(x), "+m"(y));
   Vec p = x, q = y;
@@ -189,4 +190,5 @@ static double peak(int64_t steps) {
 extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, kHasPairs, attend, merge, finish, differentiate, peak};
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

@@ -10,6 +10,7 @@
 
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace {
 
 constexpr int64_t kChunk = 1024;             // keys in one task where there is a single block of rows
@@ -83,7 +84,7 @@ template <class F> void each_line(const Request &a, int64_t key_head, const Ask 
 void add_sums(const Request &a, int64_t key_head, const std::vector<Sums> &sums) {
   for (int64_t n = 0; n < a.ask_count; n++)
     if (a.asks[n].adds())
-      each_line(a, key_head, a.asks[n], sums[n], [](const float *from, float *to, int64_t count) {
+      each_line(a, key_head, a.asks[n], sums[n], [](const Real *from, Real *to, int64_t count) {
         for (int64_t k = 0; k < count; k++) to[k] += from[k];
       });
 }
@@ -109,13 +110,13 @@ class InOrder {
   }
 
  private:
-  struct Early { std::vector<std::vector<float>> copies; std::vector<Sums> sums; };
+  struct Early { std::vector<std::vector<Real>> copies; std::vector<Sums> sums; };
 
   void keep(int64_t key_head, Early &early, const std::vector<Sums> &sums) {
     early.copies.resize(sums.size()), early.sums = sums;
     for (size_t n = 0; n < sums.size(); n++) {
       if (!a_.asks[n].adds()) continue;
-      each_line(a_, key_head, a_.asks[n], sums[n], [&](const float *from, float *, int64_t count) {
+      each_line(a_, key_head, a_.asks[n], sums[n], [&](const Real *from, Real *, int64_t count) {
         early.copies[n].insert(early.copies[n].end(), from, from + count);
       });
       Sums &kept = early.sums[n];
@@ -135,7 +136,7 @@ bool by_blocks(const Request &a, const Kernel &kernel, int threads, bool (*inter
   int64_t blocks = (a.rows() + kBlock - 1) / kBlock;
   int64_t block = round_up((a.rows() + blocks - 1) / blocks, kGroup);
   blocks = (a.rows() + block - 1) / block;
-  int64_t slot_bytes = tiles * kTile * (a.d + padded_value(a)) * 4;
+  int64_t slot_bytes = tiles * kTile * (a.d + padded_value(a)) * sizeof(Real);
   // One slot more than threads, so that the next head can begin while the last blocks of this one finish.
   int64_t slots = most(1, least(least(kShared / slot_bytes, threads + 1), key_heads));
 
@@ -252,4 +253,5 @@ bool attention(const Request &a, const Kernel &kernel, int threads, bool (*inter
   return a.rows() > kBlock ? by_blocks(a, kernel, threads, interrupted) : by_chunks(a, kernel, threads, interrupted);
 }
 
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

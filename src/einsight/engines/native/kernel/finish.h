@@ -8,11 +8,12 @@ extern "C" double log(double);
 extern "C" double log1p(double);
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
-inline void write_output(const Request &a, int64_t at, const float *row, float total) {
-  if (a.dtype == Dtype::float32) {
-    float *to = (float *)a.output + at;
+inline void write_output(const Request &a, int64_t at, const Real *row, Real total) {
+  if (a.dtype == kOwn) {
+    Real *to = (Real *)a.output + at;
     int64_t k = 0;
     for (; k + W <= a.e; k += W) store(to + k, load(row + k) / total);
     for (; k < a.e; k++) to[k] = row[k] / total;
@@ -26,26 +27,26 @@ inline void write_output(const Request &a, int64_t at, const float *row, float t
 }
 
 // The sum that weights are divided by, relative to the row's reference, and its logarithm.
-struct Total { float sum, inverse; double log; };
+struct Total { Real sum, inverse; double log; };
 
-inline Total total_of(const Request &a, const Rows &rows, float sum, int64_t r, int64_t head) {
-  if (!a.sink) return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, logf(sum)};
+inline Total total_of(const Request &a, const Rows &rows, Real sum, int64_t r, int64_t head) {
+  if (!a.sink) return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, kIsDouble ? log(sum) : logf(sum)};
   // The reference may be the sink itself, rounded; and beside a large sink the keys may weigh next to nothing.
   double above = a.sink[head] - (double)rows.reference[r] * a.unit(), sink = exp(above), total = sum + sink;
   if (total == 0. || rows.reference[r] == -kInfinity) return {0.f, 0.f, -kInfinity};
-  return {(float)total, (float)(1. / total), sink > sum ? log1p(sum / sink) + above : log(total)};
+  return {(Real)total, (Real)(1. / total), sink > sum ? log1p(sum / sink) + above : log(total)};
 }
 
 // lse, and what is lost by rounding it.
 inline void write_lse(const Request &a, int64_t row, double lse) {
-  a.lse[row] = (float)lse;
+  a.lse[row] = (Real)lse;
   double rest = lse - a.lse[row];
-  if (a.lse_rest) a.lse_rest[row] = rest - rest == 0. ? (float)rest : 0.f;
+  if (a.lse_rest) a.lse_rest[row] = rest - rest == 0. ? (Real)rest : 0.f;
 }
 
 // The factor that turns kept exponentials of a tile into weights.
-inline float tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, float inverse) {
-  float shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
+inline Real tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, Real inverse) {
+  Real shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
   return exp2_nonpositive(shift) * inverse;
 }
 
@@ -55,11 +56,11 @@ inline Span hull_of(const Sight &s, int64_t group) {
 }
 
 // Turns a row's kept exponentials into weights, over the panels that its group sees; -0 where a key is hidden.
-inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r, float inverse, float *row) {
+inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r, Real inverse, Real *row) {
   Span hull = hull_of(s, r / kGroup);
   int64_t lo = s.lo[r], hi = s.hi[r];
   for (int64_t j = lo / kPanel * kPanel; j < hi;) {
-    float factor = tile_factor(a, rows, r, j / kTile, inverse);
+    Real factor = tile_factor(a, rows, r, j / kTile, inverse);
     int64_t end = least(round_up(hi, kPanel), round_up(j + 1, kTile));
     if (factor != factor) fill(row, j, end, __builtin_nanf(""));  // whatever sign the NaN had
     else for (int64_t k = j; k < end; k += W) store(row + k, load(row + k) * factor);
@@ -73,14 +74,14 @@ inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r,
 }
 
 // Scores of one row's tile; what the row does not see is filled in at the end.
-inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t tile, int64_t at, const float *from) {
-  float *to = a.scores + at;
+inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t tile, int64_t at, const Real *from) {
+  Real *to = a.scores + at;
   int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
   for (; j + W <= end; j += W) store(to + j, load(from + j) * a.unit());
   for (; j < end; j++) to[j] = from[j] * a.unit();
 }
 
-inline void hide_scores(const Request &a, const Sight &s, int64_t r, float *to) {
+inline void hide_scores(const Request &a, const Sight &s, int64_t r, Real *to) {
   fill(to, 0, s.lo[r], -kInfinity);
   fill(to, s.hi[r], a.j, -kInfinity);
   if (!a.is_dense()) return;
@@ -90,7 +91,7 @@ inline void hide_scores(const Request &a, const Sight &s, int64_t r, float *to) 
 }
 
 // What a row, and then its group, says to every readout.
-inline void read_row(const Request &a, const Task &task, const Sight &s, int64_t r, const float *row) {
+inline void read_row(const Request &a, const Task &task, const Sight &s, int64_t r, const Real *row) {
   Span span{s.lo[r] / kPanel * kPanel, round_up(s.hi[r], kPanel)};
   for (int64_t n = 0; n < a.ask_count; n++) {
     const Ask &ask = a.asks[n];
@@ -108,8 +109,8 @@ inline void read_row(const Request &a, const Task &task, const Sight &s, int64_t
       case Kind::diagonal: ask.result[at] = diagonal(position() + ask.number, row, span); break;
       case Kind::top: top(ask.number, row, span, ask.result + at * ask.number, ask.indices + at * ask.number); break;
       case Kind::rows: {
-        float *to = ask.result + at * a.j;
-        ((uintptr_t)to % (W * 4) == 0 ? write_row<true> : write_row<false>)(a.j, row, span, to);
+        Real *to = ask.result + at * a.j;
+        ((uintptr_t)to % kBytes == 0 ? write_row<true> : write_row<false>)(a.j, row, span, to);
         break;
       }
       default: break;
@@ -125,7 +126,7 @@ inline void add_group(const Request &a, const Task &task, const Sight &s, const 
   uint32_t done = 0;
   for (int64_t r = first; r < end; r++) {
     if (done >> (r - first) & 1) continue;
-    const float *from[kGroup];
+    const Real *from[kGroup];
     int64_t count = 0, line = ask.line_of(s.query[r]);
     for (int64_t other = r; other < end; other++) {
       if (s.head[other] != s.head[r] || ask.line_of(s.query[other]) != line) continue;
@@ -133,7 +134,7 @@ inline void add_group(const Request &a, const Task &task, const Sight &s, const 
       if (ask.kind == Kind::pool || ask.slot_of(s.query[other]) >= 0)
         from[count++] = rows.weights + other * rows.weights_stride - rows.origin;
     }
-    float *to = sums.of(s.head[r] - task.group * heads, line) - rows.origin;
+    Real *to = sums.of(s.head[r] - task.group * heads, line) - rows.origin;
     if (count) (ask.kind == Kind::seen ? add_rows<true> : add_rows<false>)(count, from, to, hull);
   }
 }
@@ -141,7 +142,7 @@ inline void add_group(const Request &a, const Task &task, const Sight &s, const 
 inline void read_group(const Request &a, const Task &task, const Sight &s, const Rows &rows, Workspace &work,
                        int64_t group) {
   int64_t first = group * kGroup, count = least(kGroup, rows.count - first);
-  const float *row = rows.weights + first * rows.weights_stride - rows.origin;
+  const Real *row = rows.weights + first * rows.weights_stride - rows.origin;
   Span hull = hull_of(s, group);
   for (int64_t n = 0; n < a.ask_count; n++) {
     const Ask &ask = a.asks[n];
@@ -155,7 +156,7 @@ inline void read_group(const Request &a, const Task &task, const Sight &s, const
     for (int64_t r = 0; r < count; r++) {
       int64_t slot = ask.slot_of(s.query[first + r]);
       if (slot < 0) continue;
-      float *to = ask.result + ((task.batch * a.h + s.head[first + r]) * ask.count + slot) * ask.number;
+      Real *to = ask.result + ((task.batch * a.h + s.head[first + r]) * ask.count + slot) * ask.number;
       for (int64_t k = 0; k < ask.number; k++) to[k] = weighted ? work.mass[r * padded + k] : exact[r * ask.number + k];
     }
   }
@@ -182,7 +183,7 @@ inline void end_sums(const Request &a, const Sight &s, const Rows &rows, Workspa
     if (cell == 1) continue;
     for (int64_t head = 0; head < a.heads_per_key(); head++)
       for (int64_t line = sums.line; line < sums.line_end; line++) {
-        float *data = sums.of(head, line);
+        Real *data = sums.of(head, line);
         for (int64_t c = sums.first; c < sums.last; c++) {
           double total = 0;
           for (int64_t j = most(c * cell, origin); j < least((c + 1) * cell, s.block_hi); j++) total += data[j - origin];
@@ -194,11 +195,11 @@ inline void end_sums(const Request &a, const Sight &s, const Rows &rows, Workspa
 
 inline void finish(const Request &a, const Task &task, Workspace &work, Rows &rows) {
   Sight s = look(a, task);
-  float inverse[kBlock];
+  Real inverse[kBlock];
   int64_t padded = ValuePanels(a.e).padded();
   for (int64_t r = 0; r < rows.count; r++) {
     int64_t row = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
-    float reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth));
+    Real reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth));
     Total total = total_of(a, rows, sum, r, s.head[r]);
     inverse[r] = total.inverse;
     if (a.output) write_output(a, row * a.e, rows.output + r * padded, total.sum == 0.f ? 1.f : total.sum);
@@ -206,8 +207,8 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();
     if (a.entropy) {
-      float moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
-      a.entropy[row] = total.sum == 0.f ? 0.f : (sum * (float)total.log - moment) * inverse[r];
+      Real moment = sum_lanes(load(rows.moment + r * kMaxWidth)) * kLn2;
+      a.entropy[row] = total.sum == 0.f ? 0.f : (sum * (Real)total.log - moment) * inverse[r];
     }
     if (a.scores) hide_scores(a, s, r, a.scores + row * a.j);
   }
@@ -215,7 +216,7 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
   begin_sums(a, s, rows, work);
   for (int64_t group = 0; group * kGroup < rows.count; group++) {
     for (int64_t r = group * kGroup; r < least(rows.count, (group + 1) * kGroup); r++) {
-      float *row = rows.weights + r * rows.weights_stride - rows.origin;
+      Real *row = rows.weights + r * rows.weights_stride - rows.origin;
       weigh(a, rows, s, r, inverse[r], row);
       read_row(a, task, s, r, row);
     }
@@ -228,11 +229,11 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
 // Joins the results of two ranges of keys.
 inline void merge(const Request &a, Rows &into, const Rows &from) {
   int64_t padded = ValuePanels(a.e).padded();
-  float exponent = a.unit() * kLog2e;
+  Real exponent = a.unit() * kLog2e;
   for (int64_t r = 0; r < into.count; r++) {
-    float mine = move_reference(a, into, r, from.reference[r], exponent);
+    Real mine = move_reference(a, into, r, from.reference[r], exponent);
     Rows other = from;  // brings the other side to the same reference; its scores are all at most this
-    float theirs = move_reference(a, other, r, into.reference[r], exponent);
+    Real theirs = move_reference(a, other, r, into.reference[r], exponent);
     into.largest[r] = larger(from.largest[r], into.largest[r]);
     for (int64_t k = 0; k < kMaxWidth; k += W) {
       int64_t at = r * kMaxWidth + k;
@@ -247,4 +248,5 @@ inline void merge(const Request &a, Rows &into, const Rows &from) {
 }
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

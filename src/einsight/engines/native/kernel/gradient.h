@@ -8,12 +8,13 @@
 #include "scene.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 // A product's B without the rows that a row of A may not see: a zero weight is no protection from NaN and infinity.
 // With the same zeros in the same places of the chain, the bits are those of the plain product.
 template <class Seen>
-const float *cleaned(const float *from, int64_t stride, int64_t rows, int64_t width, float *to, Seen seen) {
+const Real *cleaned(const Real *from, int64_t stride, int64_t rows, int64_t width, Real *to, Seen seen) {
   for (int64_t n = 0; n < rows; n++)
     for (int64_t k = 0; k < width; k += W) store(to + n * width + k, seen(n) ? load(from + n * stride + k) : Vec{});
   return to;
@@ -21,15 +22,15 @@ const float *cleaned(const float *from, int64_t stride, int64_t rows, int64_t wi
 
 // to += A . B for up to six rows of A; B in panels of columns, `panel_rows` rows each, or plain rows where that is 0.
 template <class Seen>
-void add_product(bool turned, int64_t rows, const float *a, int64_t a_stride, const float *b, int64_t panel_rows,
-                 int64_t b_stride, int64_t first, int64_t last, int64_t width, float *to, int64_t to_stride,
-                 float *clean, Seen seen) {
-  constexpr float ones[kGroup] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
+void add_product(bool turned, int64_t rows, const Real *a, int64_t a_stride, const Real *b, int64_t panel_rows,
+                 int64_t b_stride, int64_t first, int64_t last, int64_t width, Real *to, int64_t to_stride,
+                 Real *clean, Seen seen) {
+  constexpr Real ones[kGroup] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
   ValuePanels panels(width);
   for (int64_t n = 0; n < panels.count; n++) {
     int64_t begin = panels.begin(n) * W, columns = panels.begin(n + 1) - panels.begin(n);
     int64_t stride = panel_rows ? columns * W : b_stride;
-    const float *from = b + begin * (panel_rows ? panel_rows : 1) + first * stride;
+    const Real *from = b + begin * (panel_rows ? panel_rows : 1) + first * stride;
     auto product = turned ? kAddTurned : kAddValues;
     if (!clean) {
       product[rows - 1][columns - 1](a, a_stride, from, stride, last - first, to + begin, to_stride, ones);
@@ -44,16 +45,16 @@ void add_product(bool turned, int64_t rows, const float *a, int64_t a_stride, co
 }
 
 // g of a group of rows on a panel, as far as it comes through the output: rows of its gradient times values.
-inline void values_grad(Scene &c, int64_t block, int64_t first, int64_t count, const float *values, bool unsafe,
-                        float *to) {
-  float ignored[kGroup * kMaxWidth] = {};
-  const float *rows = c.space.output_grad + (c.begin[block] + first) * c.value_stride;
+inline void values_grad(Scene &c, int64_t block, int64_t first, int64_t count, const Real *values, bool unsafe,
+                        Real *to) {
+  Real ignored[kGroup * kMaxWidth] = {};
+  const Real *rows = c.space.output_grad + (c.begin[block] + first) * c.value_stride;
   if (!unsafe) {
     kScorePanel[count - 1](rows, c.value_stride, values, c.a.e, kSlab, to, kStride, ignored);
     return;
   }
   for (int64_t r = 0; r < count; r++) {  // a value has no part in the loss where the gradient is zero
-    const float *row = rows + r * c.value_stride;
+    const Real *row = rows + r * c.value_stride;
     auto clean = cleaned(values, kPanel, c.a.e, kPanel, c.space.clean, [&](int64_t k) { return row[k] != 0.f; });
     kScorePanel[0](row, c.value_stride, clean, c.a.e, kSlab, to + r * kStride, kStride, ignored);
   }
@@ -61,12 +62,12 @@ inline void values_grad(Scene &c, int64_t block, int64_t first, int64_t count, c
 
 // Scores of a group of rows on a panel as the softmax saw them, and what the softcap's chain rule asks for.
 inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int64_t key, bool all_seen,
-                      const float *keys, float *to, float *chain) {
+                      const Real *keys, Real *to, Real *chain) {
   const Request &a = c.a;
   const Sight &s = c.sight[block];
-  float ignored[kGroup * kMaxWidth] = {};
+  Real ignored[kGroup * kMaxWidth] = {};
   int64_t slab = a.rows() <= kGroup ? 16 : 64;  // the forward's chains, so the forward's bits
-  const float *queries = (a.pairs ? c.space.query_pairs : c.space.query) + (c.begin[block] + first) * c.query_stride;
+  const Real *queries = (a.pairs ? c.space.query_pairs : c.space.query) + (c.begin[block] + first) * c.query_stride;
   (a.pairs ? kScorePairs : kScorePanel)[count - 1](queries, c.query_stride, keys, a.depth(), slab, to, kStride, ignored);
   if (all_seen && !a.adjusted()) return;
   for (int64_t r = 0; r < count; r++) {
@@ -78,8 +79,8 @@ inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int
   }
 }
 
-INLINE Vec load_up_to(const float *from, int64_t n) {
-  return n >= W ? load(from) : load_some<Dtype::float32>(from, 1, most(n, 0));
+INLINE Vec load_up_to(const Real *from, int64_t n) {
+  return n >= W ? load(from) : load_some<kOwn>(from, 1, most(n, 0));
 }
 
 // The part of g that comes through one readout of the weights, for the keys from `key` on.
@@ -95,8 +96,8 @@ INLINE Vec ask_grad(const Scene &c, const Ask &ask, int64_t head, int64_t query,
     case Kind::share: return select(sees(view_of(ask.rule, c.part.batch, head, query), key), all(ask.result[at]), Vec{});
     case Kind::diagonal: return select(iota() + (int32_t)key == (int32_t)(p + ask.number), all(ask.result[at]), Vec{});
     case Kind::distance: {
-      Vec distance = (float)(p - key) - __builtin_convertvector(iota(), Vec);
-      return (Vec)(bits(distance) & 0x7fffffffu) * ask.result[at];
+      Vec distance = (Real)(p - key) - __builtin_convertvector(iota(), Vec);
+      return absolute(distance) * ask.result[at];
     }
     case Kind::mass_of_ids:
       for (int64_t k = 0; k < end; k++) {
@@ -105,14 +106,14 @@ INLINE Vec ask_grad(const Scene &c, const Ask &ask, int64_t head, int64_t query,
       }
       return x;
     case Kind::mass: {
-      const float *row = ask.matrix + c.part.batch * ask.item_stride + key * round_up(ask.number, kMaxWidth);
+      const Real *row = ask.matrix + c.part.batch * ask.item_stride + key * round_up(ask.number, kMaxWidth);
       for (int64_t k = 0; k < end; k++, row += round_up(ask.number, kMaxWidth))
         for (int64_t n = 0; n < ask.number; n++) x[k] += row[n] * ask.result[at * ask.number + n];
       return x;
     }
     case Kind::pool: {
       int64_t cells = (c.a.j + ask.number - 1) / ask.number, lines = (c.a.i + ask.number - 1) / ask.number;
-      const float *row = ask.result + (head_at * lines + query / ask.number) * cells;
+      const Real *row = ask.result + (head_at * lines + query / ask.number) * cells;
       for (int64_t k = 0; k < end; k++) x[k] = row[(key + k) / ask.number];
       return x;
     }
@@ -134,7 +135,7 @@ INLINE Vec asks_grad(const Scene &c, int64_t head, int64_t query, int64_t key) {
 
 // Adds what a row must know before its gradients: the mean of the weights' own gradients, and how many scores are
 // the largest.
-inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const float *scores) {
+inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const Real *scores) {
   const Sight &s = c.sight[block];
   int64_t n = c.begin[block] + r, at = c.at(block, r);
   Vec mean = Vec{}, ties = Vec{};
@@ -149,22 +150,22 @@ inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const float
   c.row.top[n] += sum_lanes(ties);
 }
 
-INLINE void add_up_to(float *to, Vec x, int64_t n) {
+INLINE void add_up_to(Real *to, Vec x, int64_t n) {
   if (n >= W) return store(to, load(to) + x);
   for (int64_t k = 0; k < n; k++) to[k] += x[k];
 }
 
-inline float *bias_row(const Scene &c, const Sight &s, int64_t r) {
+inline Real *bias_row(const Scene &c, const Sight &s, int64_t r) {
   const int64_t *stride = c.grad.bias_grad_stride;
   return c.grad.bias_grad + c.part.batch * stride[0] + s.head[r] * stride[1] + s.query[r] * c.a.j;
 }
 
 // Scores to weights, and g to the gradient of the product of query and key, both in place.
-inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, float *weights, float *grads,
-                              const float *chain) {
+inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, Real *weights, Real *grads,
+                              const Real *chain) {
   const Sight &s = c.sight[block];
   int64_t n = c.begin[block] + r, at = c.at(block, r);
-  float slope = 0.f, top = c.grad.max_score ? c.grad.max_score[at] : 0.f;
+  Real slope = 0.f, top = c.grad.max_score ? c.grad.max_score[at] : 0.f;
   for (int64_t k = 0; k < kPanel; k += W) {
     Vec score = load(weights + k), g = c.grad.output_grad ? load(grads + k) : Vec{};
     Int hidden = score == all(-kInfinity);
@@ -176,8 +177,8 @@ inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, f
     if (c.grad.max_score_grad) to_score += select(score * c.a.unit() == all(top), all(c.row.top[n]), Vec{});
     to_score = select(hidden, Vec{}, to_score);
     if (c.a.slopes && c.grad.slopes_grad) {
-      Vec distance = s.position[r] - (float)(key + k) - __builtin_convertvector(iota(), Vec);
-      slope -= sum_lanes(to_score * (Vec)(bits(distance) & 0x7fffffffu));
+      Vec distance = s.position[r] - (Real)(key + k) - __builtin_convertvector(iota(), Vec);
+      slope -= sum_lanes(to_score * absolute(distance));
     }
     if (c.grad.bias_grad) add_up_to(bias_row(c, s, r) + key + k, to_score, c.a.j - key - k);
     if (c.a.softcap > 0) to_score = select(hidden, Vec{}, to_score * load(chain + k));
@@ -229,7 +230,7 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
     Range seeing = rows_that_see(s, rows, key);
     for (int64_t first = seeing.first; first < seeing.last; first += kGroup) {
       int64_t count = least(kGroup, rows - first), at = first * kStride + key - from;
-      float *weights = space.weights + at, *grads = space.scores_grad + at, *chain = space.chain + at;
+      Real *weights = space.weights + at, *grads = space.scores_grad + at, *chain = space.chain + at;
       bool near = s.group_hi[first / kGroup] > key && s.group_lo[first / kGroup] < key + kPanel;
       Shown panel = near ? shown(a, s, first, count, key) : Shown{false, false};
       if (!panel.some) {
@@ -270,7 +271,7 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
     for (int64_t first = key; first < key + kPanel; first += kGroup) {
       int64_t count = least(kGroup, key + kPanel - first), at = seeing.first * kStride + first - from;
       auto seen = [&](int64_t n, int64_t r) { return is_seen(r, first + n); };
-      auto add = [&](const float *factors, const float *of, int64_t width, int64_t stride, float *to) {
+      auto add = [&](const Real *factors, const Real *of, int64_t width, int64_t stride, Real *to) {
         add_product(true, count, factors + at, kStride, of + row * stride, 0, stride, seeing.first, seeing.last, width,
                     to + (first - from) * stride, stride, unsafe_rows ? space.clean : nullptr, seen);
       };
@@ -281,7 +282,7 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
 }
 
 // Adds a tile's part of the gradients of keys or values to the whole.
-inline void add_to(float *whole, const float *part, int64_t rows, int64_t width, int64_t stride, float factor) {
+inline void add_to(Real *whole, const Real *part, int64_t rows, int64_t width, int64_t stride, Real factor) {
   for (int64_t n = 0; n < rows; n++)
     for (int64_t k = 0; k < width; k++) whole[n * width + k] += part[n * stride + k] * factor;
 }
@@ -309,7 +310,7 @@ inline void differentiate(const Request &a, const Gradient &grad, const Part &pa
   };
   if (grad.looks_first()) over_tiles(true, [](int64_t, bool) {});
   end_look(c);
-  float unit = a.adjusted() ? a.scale : a.unit();  // packed queries carry the rest of the scale
+  Real unit = a.adjusted() ? a.scale : a.unit();  // packed queries carry the rest of the scale
   over_tiles(false, [&](int64_t tile, bool is_seen) {
     while (__atomic_load_n(part.turns + tile, __ATOMIC_ACQUIRE) != part.before[tile]) sched_yield();
     int64_t first = (part.batch * a.g + part.group) * a.j + tile * kTile, rows = least(kTile, a.j - tile * kTile);
@@ -322,4 +323,5 @@ inline void differentiate(const Request &a, const Gradient &grad, const Part &pa
 }
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

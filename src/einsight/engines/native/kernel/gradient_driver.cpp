@@ -5,6 +5,7 @@
 #include "tasks.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace {
 
 GradientSpace take_space(Arena &arena, const Request &a, const Gradient &g, int64_t rows) {
@@ -92,4 +93,5 @@ bool gradients(const Request &a, const Gradient &g, const Kernel &kernel, int th
   });
 }
 
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

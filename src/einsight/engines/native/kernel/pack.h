@@ -4,6 +4,7 @@
 #include "simd.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 // How the value dimension is cut into register tiles: as equal as whole vectors allow.
@@ -18,6 +19,7 @@ constexpr int64_t kAhead = 16;  // keys between what is packed and what is asked
 
 // Calls f with the dtype as a constant.
 template <class F> INLINE auto by_dtype(Dtype dtype, F f) {
+  if constexpr (kIsDouble) return f(Element<Dtype::float64>{});
   if (dtype == Dtype::float32) return f(Element<Dtype::float32>{});
   if (dtype == Dtype::bfloat16) return f(Element<Dtype::bfloat16>{});
   return f(Element<Dtype::float16>{});
@@ -26,7 +28,7 @@ template <Dtype dtype> constexpr Dtype dtype_of(Element<dtype>) { return dtype; 
 
 // One row, times a factor, followed by zeros up to whole vectors. Says whether some element is NaN or infinite.
 template <Dtype dtype>
-bool pack_row(const typename Element<dtype>::type *from, int64_t stride, int64_t width, float factor, float *to) {
+bool pack_row(const typename Element<dtype>::type *from, int64_t stride, int64_t width, Real factor, Real *to) {
   Vec spoiled = Vec{};  // x - x is 0 unless x is NaN or infinite
   for (int64_t k = 0; k < width; k += W) {
     bool whole = stride == 1 && k + W <= width;
@@ -39,7 +41,7 @@ bool pack_row(const typename Element<dtype>::type *from, int64_t stride, int64_t
 
 // Row (batch, head, n) of a tensor in the inputs' dtype.
 inline bool pack_row(const Request &a, const void *data, const int64_t (&stride)[4], int64_t batch, int64_t head,
-                     int64_t n, int64_t width, float factor, float *to) {
+                     int64_t n, int64_t width, Real factor, Real *to) {
   return by_dtype(a.dtype, [&](auto element) {
     typedef decltype(element) E;
     auto from = (const typename E::type *)data + batch * stride[0] + head * stride[1] + n * stride[2];
@@ -54,7 +56,7 @@ struct Source {
 };
 
 inline const void *element(const Request &a, const void *data, int64_t n) {
-  return (const char *)data + n * (a.dtype == Dtype::float32 ? 4 : 2);
+  return (const char *)data + n * (a.dtype == kOwn ? sizeof(Real) : 2);
 }
 
 inline Source keys_of(const Request &a, int64_t batch, int64_t group) {
@@ -76,7 +78,7 @@ inline Source values_of(const Request &a, int64_t batch, int64_t group) {
 inline Source in_pairs(const Source &s) { return {s.data, s.row / 2, 1, s.rows, s.width / 2}; }
 
 // One row of pairs; the sign of a negative factor goes into both numbers.
-inline void pack_row_of_pairs(const Source &source, int64_t n, bool negative, float *to) {
+inline void pack_row_of_pairs(const Source &source, int64_t n, bool negative, Real *to) {
   auto from = (const uint32_t *)source.data;
   for (int64_t k = 0; k < source.width; k++) {
     uint32_t pair;
@@ -87,13 +89,13 @@ inline void pack_row_of_pairs(const Source &source, int64_t n, bool negative, fl
 }
 
 // One tile of rows to panels [width][64]; rows beyond the end are zeros.
-template <Dtype dtype> void pack_panels(const Source &source, int64_t begin, float *to) {
+template <Dtype dtype> void pack_panels(const Source &source, int64_t begin, Real *to) {
   auto from = (const typename Element<dtype>::type *)source.data;
   int64_t row = source.row, stride = source.stride;
   int64_t end = round_up(least(source.rows, begin + kTile), kPanel);
   for (int64_t j = begin; j < end; j += W) {
     int64_t count = most(0, least(W, source.rows - j));
-    float *panel = to + (j - begin) / kPanel * kPanel * source.width + (j - begin) % kPanel;
+    Real *panel = to + (j - begin) / kPanel * kPanel * source.width + (j - begin) % kPanel;
     for (int64_t k = 0; k < source.width; k += W) {
       int64_t depth = least(W, source.width - k);
       Vec v[W];
@@ -119,7 +121,7 @@ template <Dtype dtype> void pack_panels(const Source &source, int64_t begin, flo
 }
 
 // One tile of rows to panels [256][columns]. Says whether some element is NaN or infinite.
-template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, float *to) {
+template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, Real *to) {
   int64_t row = source.row, stride = source.stride, count = least(kTile, source.rows - begin);
   ValuePanels panels(source.width);
   Vec spoiled = Vec{};
@@ -127,7 +129,7 @@ template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, float
     auto from = (const typename Element<dtype>::type *)source.data + (begin + j) * row;
     for (int64_t n = 0; n < panels.count; n++) {
       int64_t first = panels.begin(n) * W, last = panels.begin(n + 1) * W;
-      float *target = to + first * kTile + j * (last - first) - first;
+      Real *target = to + first * kTile + j * (last - first) - first;
       for (int64_t k = first; k < last; k += W) {
         bool whole = stride == 1 && k + W <= source.width;
         Vec v = whole ? load_as_float<dtype>(from + k)
@@ -142,7 +144,7 @@ template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, float
 }
 
 // One tile of values to panels [128][columns] of pairs: a key's number and the next key's.
-inline bool pack_pairs_of_rows(const Source &source, int64_t begin, float *to) {
+inline bool pack_pairs_of_rows(const Source &source, int64_t begin, Real *to) {
   int64_t row = source.row, stride = source.stride, count = least(kTile, source.rows - begin);
   ValuePanels panels(source.width);
   Vec spoiled = Vec{};
@@ -150,7 +152,7 @@ inline bool pack_pairs_of_rows(const Source &source, int64_t begin, float *to) {
     auto from = (const uint16_t *)source.data + (begin + j) * row;
     for (int64_t n = 0; n < panels.count; n++) {
       int64_t first = panels.begin(n) * W, last = panels.begin(n + 1) * W;
-      float *target = to + first * (kTile / 2) + j / 2 * (last - first) - first;
+      Real *target = to + first * (kTile / 2) + j / 2 * (last - first) - first;
       for (int64_t k = first; k < last; k += W) {
         Vec v[2] = {};
         for (int m = 0; m < least(2, count - j); m++) {
@@ -168,7 +170,7 @@ inline bool pack_pairs_of_rows(const Source &source, int64_t begin, float *to) {
   return !(sum_lanes(spoiled) == 0.f);
 }
 
-inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, float *keys, float *values,
+inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, Real *keys, Real *values,
                       uint8_t *unsafe) {
   if (a.pairs) {
     pack_panels<Dtype::float32>(in_pairs(keys_of(a, batch, group)), tile * kTile, keys);
@@ -185,7 +187,7 @@ inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t ti
 // A tile of keys and values. A value panel that begins at column c starts at values + c * steps, its rows apart by its
 // width; in place it starts at values + c, its rows apart by value_row.
 struct Tile {
-  const float *keys, *values;
+  const Real *keys, *values;
   int64_t value_row;
   bool unsafe;
 };
@@ -193,11 +195,11 @@ struct Tile {
 // Values that only one block of rows reads are not worth a copy, unless rows lie so far apart that they would meet
 // in the same few lines of the cache.
 inline bool values_in_place(const Request &a, const Packed &packed) {
-  return !packed.state && a.dtype == Dtype::float32 && a.value_stride[3] == 1 && a.e % W == 0 &&
+  return !packed.state && a.dtype == kOwn && a.value_stride[3] == 1 && a.e % W == 0 &&
          a.value_stride[2] <= 2 * a.e;
 }
 
-inline bool any_not_finite(const float *from, int64_t count, int64_t width, int64_t row) {
+inline bool any_not_finite(const Real *from, int64_t count, int64_t width, int64_t row) {
   Vec spoiled = Vec{};
   for (int64_t j = 0; j < count; j++)
     for (int64_t k = 0; k < width; k += W) {
@@ -217,13 +219,13 @@ INLINE void pause() {
 // The packed tile, packing it if no thread has yet.
 inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int64_t tile) {
   int64_t position = packed.state ? tile : 0;
-  float *keys = packed.keys + position * kTile * a.d;
-  float *values = packed.values + position * kTile * ValuePanels(a.e).padded();
+  Real *keys = packed.keys + position * kTile * a.d;
+  Real *values = packed.values + position * kTile * ValuePanels(a.e).padded();
   uint8_t *unsafe = packed.unsafe + position;
   if (values_in_place(a, packed)) {
-    pack_panels<Dtype::float32>(keys_of(a, task.batch, task.group), tile * kTile, keys);
+    pack_panels<kOwn>(keys_of(a, task.batch, task.group), tile * kTile, keys);
     int64_t at = task.batch * a.value_stride[0] + task.group * a.value_stride[1] + tile * kTile * a.value_stride[2];
-    auto in_place = (const float *)a.value + at;
+    auto in_place = (const Real *)a.value + at;
     bool spoiled = a.value && any_not_finite(in_place, least(kTile, a.j - tile * kTile), a.e, a.value_stride[2]);
     return {keys, in_place, a.value_stride[2], spoiled};
   }
@@ -242,4 +244,5 @@ inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int6
 }
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

@@ -6,6 +6,7 @@
 #include "simd.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 // 6 x 4 accumulators (AVX-512, NEON) or 6 x 2 (AVX2) keep both multiply-add pipes full, and leave registers for
@@ -13,7 +14,7 @@ namespace EINSIGHT_LEVEL {
 // the same row gives the same bits in any tile. `turned` reads A by columns, as the gradients of keys and values do;
 // `pairs` takes two bfloat16 steps for one.
 template <int rows, int columns, bool turned, bool pairs>
-INLINE void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t n,
+INLINE void multiply(const Real *a, int64_t a_stride, const Real *b, int64_t b_stride, int64_t n,
                      Vec (&c)[rows][columns]) {
 #pragma GCC unroll 2
   for (int64_t k = 0; k < n; k++) {
@@ -32,8 +33,8 @@ INLINE void multiply(const float *a, int64_t a_stride, const float *b, int64_t b
 // scores[r][0..63] = query rows . keys of a panel; tile_max takes the largest of each lane.
 // The sum over d is cut into slabs, each a chain of its own.
 template <int rows, bool pairs>
-void score_panel(const float *query, int64_t query_stride, const float *keys, int64_t d, int64_t slab, float *scores,
-                 int64_t scores_stride, float *tile_max) {
+void score_panel(const Real *query, int64_t query_stride, const Real *keys, int64_t d, int64_t slab, Real *scores,
+                 int64_t scores_stride, Real *tile_max) {
   for (int column = 0; column < kPanel; column += kColumns * W) {
     for (int64_t k = 0; k < d; k += slab) {
       bool last = k + slab >= d;
@@ -41,7 +42,7 @@ void score_panel(const float *query, int64_t query_stride, const float *keys, in
       multiply<rows, kColumns, false, pairs>(query + k, query_stride, keys + k * kPanel + column, kPanel, last ? d - k : slab, c);
 #pragma GCC unroll 6
       for (int r = 0; r < rows; r++) {
-        float *to = scores + r * scores_stride + column;
+        Real *to = scores + r * scores_stride + column;
 #pragma GCC unroll 4
         for (int v = 0; v < kColumns; v++) {
           if (k > 0) c[r][v] += load(to + v * W);
@@ -60,21 +61,21 @@ void score_panel(const float *query, int64_t query_stride, const float *keys, in
 
 // output = output * correction + weights . values, for one panel of the value dimension.
 template <int rows, int columns, bool turned, bool pairs>
-void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t values_stride, int64_t keys,
-                float *output, int64_t output_stride, const float *correction) {
+void add_values(const Real *weights, int64_t weights_stride, const Real *values, int64_t values_stride, int64_t keys,
+                Real *output, int64_t output_stride, const Real *correction) {
   Vec c[rows][columns] = {};
   multiply<rows, columns, turned, pairs>(weights, weights_stride, values, values_stride, keys, c);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < columns; v++) {
-      float *to = output + r * output_stride + v * W;
+      Real *to = output + r * output_stride + v * W;
       store(to, load(to) * correction[r] + c[r][v]);
     }
 }
 
-typedef void (*ScorePanel)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, float *);
-typedef void (*AddValues)(const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t, const float *);
+typedef void (*ScorePanel)(const Real *, int64_t, const Real *, int64_t, int64_t, Real *, int64_t, Real *);
+typedef void (*AddValues)(const Real *, int64_t, const Real *, int64_t, int64_t, Real *, int64_t, const Real *);
 
 template <bool pairs>
 constexpr ScorePanel kScorePanels[kGroup] = {score_panel<1, pairs>, score_panel<2, pairs>, score_panel<3, pairs>,
@@ -98,4 +99,5 @@ constexpr auto kScorePairs = kScorePanels<kHasPairs>;
 constexpr auto kAddPairs = kAdders<false, kHasPairs>;
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

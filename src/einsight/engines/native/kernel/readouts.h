@@ -6,12 +6,13 @@
 #include "softmax.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 struct Span { int64_t begin, end; };
 
 // The sum over a row of what `term` makes of the weights from a key on.
-template <class F> INLINE float sum_row(Span span, F term) {
+template <class F> INLINE Real sum_row(Span span, F term) {
   Vec total[4] = {};
   for (int64_t j = span.begin; j < span.end; j += 4 * W)
 #pragma GCC unroll 4
@@ -19,26 +20,26 @@ template <class F> INLINE float sum_row(Span span, F term) {
   return sum_lanes((total[0] + total[1]) + (total[2] + total[3]));
 }
 
-inline float share(const View &rule, const float *row, Span span) {
+inline Real share(const View &rule, const Real *row, Span span) {
   span = {most(span.begin, rule.lo / kPanel * kPanel), least(span.end, round_up(rule.hi, kPanel))};
   return sum_row(span, [&](int64_t j) { return select(sees(rule, j), load(row + j), Vec{}); });
 }
 
-inline float distance(int64_t position, const float *row, Span span) {
+inline Real distance(int64_t position, const Real *row, Span span) {
   Vec n = __builtin_convertvector(iota(), Vec);
   return sum_row(span, [&](int64_t j) {
-    Vec away = all((float)(position - j)) - n;
-    return load(row + j) * (Vec)(bits(away) & 0x7fffffffu);
+    Vec away = all((Real)(position - j)) - n;
+    return load(row + j) * absolute(away);
   });
 }
 
-inline float diagonal(int64_t key, const float *row, Span span) {
+inline Real diagonal(int64_t key, const Real *row, Span span) {
   return span.begin <= key && key < span.end ? row[key] + 0.f : 0.f;
 }
 
 // One row of weights, written once. Where rows lie on whole vectors, past the caches.
-template <bool aligned> inline void write_row(int64_t keys, const float *row, Span span, float *to) {
-  auto put = [](float *at, Vec v) { aligned ? stream(at, v) : store(at, v); };
+template <bool aligned> inline void write_row(int64_t keys, const Real *row, Span span, Real *to) {
+  auto put = [](Real *at, Vec v) { aligned ? stream(at, v) : store(at, v); };
   auto one = [&](int64_t j) { return span.begin <= j && j < span.end ? row[j] + 0.f : 0.f; };
   int64_t whole = keys / W * W, j = 0;
   for (; j < least(span.begin, whole); j += W) put(to + j, Vec{});
@@ -61,7 +62,8 @@ inline void replace_top(uint64_t *heap, int64_t count, uint64_t number, int64_t 
 
 // The largest weights and their keys. A weight's bits above the complement of its key make one number of both, which
 // orders as asked: by weight, NaN before all, then the lowest key first. A heap keeps the k largest, the least on top.
-inline void top(int64_t k, const float *row, Span span, float *weights, int64_t *indices) {
+inline void top(int64_t k, const Real *row, Span span, Real *weights, int64_t *indices) {
+  if constexpr (kIsDouble) return;  // a weight and its key fill more than 64 bits: not asked for
   auto heap = (uint64_t *)indices;
   int64_t count = 0;
   int32_t least_bits = -1;
@@ -100,11 +102,11 @@ inline void top(int64_t k, const float *row, Span span, float *weights, int64_t 
 }
 
 // Several rows times a matrix, tile by tile: [rows][keys] . [keys][groups] -> [rows][padded groups].
-inline void mass(const Ask &ask, int64_t batch, const float *row, int64_t rows_stride, int64_t rows, Span span,
-                 float *to) {
+inline void mass(const Ask &ask, int64_t batch, const Real *row, int64_t rows_stride, int64_t rows, Span span,
+                 Real *to) {
   ValuePanels panels(ask.number);
   int64_t padded = round_up(ask.number, kMaxWidth);
-  const float *matrix = ask.matrix + batch * ask.item_stride, ones[kGroup] = {1, 1, 1, 1, 1, 1};
+  const Real *matrix = ask.matrix + batch * ask.item_stride, ones[kGroup] = {1, 1, 1, 1, 1, 1};
   fill(to, 0, rows * padded, 0.f);
   for (int64_t n = 0; n < panels.count; n++) {
     int64_t column = panels.begin(n) * W, columns = panels.begin(n + 1) - panels.begin(n);
@@ -118,7 +120,7 @@ inline void mass(const Ask &ask, int64_t batch, const float *row, int64_t rows_s
 }
 
 // The same for ids, where a matrix would be mostly zeros.
-inline void mass_of_ids(const Ask &ask, int64_t batch, const float *row, int64_t rows_stride, int64_t rows, Span span,
+inline void mass_of_ids(const Ask &ask, int64_t batch, const Real *row, int64_t rows_stride, int64_t rows, Span span,
                         double *to) {
   const int64_t *ids = ask.ids + batch * ask.item_stride;
   for (int64_t n = 0; n < rows * ask.number; n++) to[n] = 0;
@@ -128,7 +130,7 @@ inline void mass_of_ids(const Ask &ask, int64_t batch, const float *row, int64_t
 }
 
 template <int count, bool ones>
-INLINE void add_rows(const float *const *from, float *to, Span span) {
+INLINE void add_rows(const Real *const *from, Real *to, Span span) {
   auto term = [&](int n, int64_t j) {
     Vec weight = load(from[n] + j);
     return ones ? select(as_int(weight) < 0, Vec{}, all(1.f)) : weight;
@@ -141,7 +143,7 @@ INLINE void add_rows(const float *const *from, float *to, Span span) {
   }
 }
 
-template <bool ones> inline void add_rows(int64_t count, const float *const *from, float *to, Span span) {
+template <bool ones> inline void add_rows(int64_t count, const Real *const *from, Real *to, Span span) {
   switch (count) {
     case 1: return add_rows<1, ones>(from, to, span);
     case 2: return add_rows<2, ones>(from, to, span);
@@ -153,4 +155,5 @@ template <bool ones> inline void add_rows(int64_t count, const float *const *fro
 }
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

@@ -4,8 +4,10 @@
 #include <cstdint>
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 
-enum class Dtype : int { float32, bfloat16, float16 };
+typedef EINSIGHT_REAL Real;  // what is computed in: float, or double for double inputs
+enum class Dtype : int { float32, bfloat16, float16, float64 };
 
 // Which keys a query may see: those that everything given here allows.
 struct Rule {
@@ -30,9 +32,9 @@ struct Ask {
   const int64_t *slot;              // [i]: the row of the result that query i fills, -1 for none; null: row i
   Rule rule;                        // share
   const int64_t *ids;               // mass: [j] groups, -1 for none
-  const float *matrix;              // mass: [j][number rounded up to 16]
+  const Real *matrix;              // mass: [j][number rounded up to 16]
   int64_t item_stride;              // between the ids, or the matrices, of two items
-  float *result;                    // zeros on entry where pieces are added up
+  Real *result;                    // zeros on entry where pieces are added up
   int64_t *indices;                 // top
 
   int64_t slot_of(int64_t query) const { return slot ? slot[query] : query; }
@@ -49,16 +51,16 @@ struct Request : Rule {
   const void *query, *key, *value;  // value is null where only readouts are asked
   int64_t query_stride[4], key_stride[4], value_stride[4];
   bool pairs;                       // whether products take two bfloat16 numbers at once
-  float scale, softcap;             // softcap 0: none
-  const float *sink, *slopes;       // [h] or null
-  const float *bias;                // broadcasts to [b, h, i, j], or null; -inf hides a key
+  Real scale, softcap;             // softcap 0: none
+  const Real *sink, *slopes;       // [h] or null
+  const Real *bias;                // broadcasts to [b, h, i, j], or null; -inf hides a key
   int64_t bias_stride[4];
   const int64_t *positions;         // p, read for alibi, diagonal and distance only
   int64_t positions_stride[2];
   void *output;                     // [b, h, i, e] in the inputs' dtype
-  float *lse, *max_score, *entropy; // [b, h, i]
-  float *lse_rest;                  // [b, h, i]: what rounding took from lse, for the gradients
-  float *scores;                    // [b, h, i, j]
+  Real *lse, *max_score, *entropy; // [b, h, i]
+  Real *lse_rest;                  // [b, h, i]: what rounding took from lse, for the gradients
+  Real *scores;                    // [b, h, i, j]
   const Ask *asks;
   int64_t ask_count;
 
@@ -74,9 +76,9 @@ struct Request : Rule {
   bool adjusted() const { return softcap > 0 || slopes || bias; }
   // Whether single keys may be hidden between those that a query sees.
   bool is_dense() const { return bias || !is_interval(); }
-  float query_factor() const { return adjusted() ? 1.f : unit() == 1.f ? scale : scale < 0 ? -1.f : 1.f; }
-  float unit() const {  // a score is a stored score times this
-    float size = scale < 0 ? -scale : scale;
+  Real query_factor() const { return adjusted() ? 1.f : unit() == 1.f ? scale : scale < 0 ? -1.f : 1.f; }
+  Real unit() const {  // a score is a stored score times this
+    Real size = scale < 0 ? -scale : scale;
     return adjusted() || size < 1e-9f ? 1.f : size;
   }
 };
@@ -85,15 +87,15 @@ struct Request : Rule {
 struct Gradient {
   const void *output, *output_grad;                 // [b, h, i, e] in the inputs' dtype
   int64_t output_stride[4], output_grad_stride[4];
-  const float *lse, *lse_rest, *max_score, *entropy; // [b, h, i], the forward's results; entropy with its gradient
-  const float *lse_grad, *max_score_grad, *entropy_grad;
+  const Real *lse, *lse_rest, *max_score, *entropy; // [b, h, i], the forward's results; entropy with its gradient
+  const Real *lse_grad, *max_score_grad, *entropy_grad;
   const Ask *asks;                                  // the forward's readouts: `result` their gradient, null: none
   int64_t ask_count;
-  float *query_grad, *key_grad, *value_grad;        // [b, h, i, d], [b, g, j, d], [b, g, j, e]; zeros on entry
-  float *slopes_grad;                               // [b, h, i]: each query's part of its head's
-  float *bias_grad;                                 // [b or 1, h or 1, i, j]; zeros on entry
+  Real *query_grad, *key_grad, *value_grad;        // [b, h, i, d], [b, g, j, d], [b, g, j, e]; zeros on entry
+  Real *slopes_grad;                               // [b, h, i]: each query's part of its head's
+  Real *bias_grad;                                 // [b or 1, h or 1, i, j]; zeros on entry
   int64_t bias_grad_stride[2];                      // 0 where all items, or all heads, add to the same
-  float *sink_grad;                                 // [b, h, i]: each query's part
+  Real *sink_grad;                                 // [b, h, i]: each query's part
 
   bool looks_first() const { return ask_count > 0 || max_score_grad; }
 };
@@ -109,8 +111,8 @@ inline int64_t Request::tile_steps() const { return pairs ? kTile / 2 : kTile; }
 // The packed keys and values of one key head. With `state`, tiles are packed by whichever thread
 // needs them first and shared; without, the buffers hold one tile and belong to one thread.
 struct Packed {
-  float *keys;           // [panel][depth][64]
-  float *values;         // [tile][value panel][steps][panel width]
+  Real *keys;           // [panel][depth][64]
+  Real *values;         // [tile][value panel][steps][panel width]
   int32_t *state;        // per tile: 0 raw, 1 being packed, 2 packed
   uint8_t *unsafe;       // per tile: some value is NaN or infinite
 };
@@ -118,34 +120,34 @@ struct Packed {
 // The running softmax of a block of rows. Scores are as stored: see Request::unit.
 struct Rows {
   int64_t count;
-  float *reference;      // [rows] what exponents are relative to: the largest score so far, or the sink
-  float *largest;        // [rows] the largest score so far, without the sink
-  float *sum;            // [rows][16] lanes of the sum of exp2(x), x = (score - reference) * unit * log2(e)
-  float *moment;         // [rows][16] lanes of the sum of exp2(x) * x
-  float *output;         // [rows][padded e]
-  float *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile, in the end weights; first column is key `origin`
+  Real *reference;      // [rows] what exponents are relative to: the largest score so far, or the sink
+  Real *largest;        // [rows] the largest score so far, without the sink
+  Real *sum;            // [rows][16] lanes of the sum of exp2(x), x = (score - reference) * unit * log2(e)
+  Real *moment;         // [rows][16] lanes of the sum of exp2(x) * x
+  Real *output;         // [rows][padded e]
+  Real *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile, in the end weights; first column is key `origin`
   int64_t weights_stride, origin;
-  float *tile_reference; // [tile][rows_stride] the reference that `weights` was written with
+  Real *tile_reference; // [tile][rows_stride] the reference that `weights` was written with
   int64_t rows_stride;
 };
 
 // What one block of rows adds to one readout: columns [first, last) of lines [line, line_end) of each head.
 struct Sums {
-  float *data;           // [head][line][stride]
+  Real *data;           // [head][line][stride]
   int64_t lines, stride; // how many lines there is room for
   int64_t line, line_end, first, last;
 
-  float *of(int64_t head, int64_t n) const { return data + (head * lines + n - line) * stride; }
+  Real *of(int64_t head, int64_t n) const { return data + (head * lines + n - line) * stride; }
 };
 
 // A thread's own memory.
 struct Workspace {
-  float *query;          // [rows][padded d], scaled
-  float *tile_max;       // [rows][16]
-  float *scores;         // [rows][kTile + 16], where weights need not be kept
-  float *values;         // [kTile][columns of a value panel], where single keys may be hidden
-  float *pairs;          // [kGroup][kTile / 2 + 16] weights of a tile, two at a time
-  float *mass;           // [kGroup][padded groups], where asked
+  Real *query;          // [rows][padded d], scaled
+  Real *tile_max;       // [rows][16]
+  Real *scores;         // [rows][kTile + 16], where weights need not be kept
+  Real *values;         // [kTile][columns of a value panel], where single keys may be hidden
+  Real *pairs;          // [kGroup][kTile / 2 + 16] weights of a tile, two at a time
+  Real *mass;           // [kGroup][padded groups], where asked
   Sums *sums;            // [asks], of those that add up
 };
 
@@ -168,13 +170,13 @@ struct Part {
 
 // A thread's memory for the gradients.
 struct GradientSpace {
-  float *query, *output_grad, *query_grad;   // [kPart][padded d or e]
-  float *query_pairs;                        // [kPart][padded d], where scores are made of pairs
-  float *keys, *key_rows, *values;           // a tile: panels [d][64], rows in panels [256][columns], panels [e][64]
-  float *key_grad, *value_grad;              // a tile [256][padded d or e]
-  float *weights, *scores_grad, *chain;      // [kBlock][kTile + 16]; chain: derivative of the softcap
-  float *clean;                              // a copy of rows or a panel without what may not be seen
-  float *row[7];                             // [kPart] each
+  Real *query, *output_grad, *query_grad;   // [kPart][padded d or e]
+  Real *query_pairs;                        // [kPart][padded d], where scores are made of pairs
+  Real *keys, *key_rows, *values;           // a tile: panels [d][64], rows in panels [256][columns], panels [e][64]
+  Real *key_grad, *value_grad;              // a tile [256][padded d or e]
+  Real *weights, *scores_grad, *chain;      // [kBlock][kTile + 16]; chain: derivative of the softcap
+  Real *clean;                              // a copy of rows or a panel without what may not be seen
+  Real *row[7];                             // [kPart] each
   uint8_t *unsafe;                           // [kPart]: the row of query or output_grad is NaN or infinite somewhere
 };
 
@@ -195,4 +197,5 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

@@ -8,19 +8,20 @@ extern "C" double exp(double);
 extern "C" double expm1(double);
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 constexpr int64_t kStride = kTile + 16;  // of rows of a tile: not a whole page apart
 
 // One number for each row of the part.
 struct RowTerms {
-  float *base;     // the largest score, as stored; 0 where the row sees nothing
-  float *inverse;  // exp(max - lse): what exponentials relative to the largest are multiplied by
-  float *mean;     // sum_k w_k g_k
-  float *shift;    // what is added to every g: dlse - mean - dentropy (1 + ln inverse)
-  float *entropy;  // dentropy ln 2
-  float *top;      // how many scores are the largest; then each one's part of dmax
-  float *slope;    // the part of alibi's slope
+  Real *base;     // the largest score, as stored; 0 where the row sees nothing
+  Real *inverse;  // exp(max - lse): what exponentials relative to the largest are multiplied by
+  Real *mean;     // sum_k w_k g_k
+  Real *shift;    // what is added to every g: dlse - mean - dentropy (1 + ln inverse)
+  Real *entropy;  // dentropy ln 2
+  Real *top;      // how many scores are the largest; then each one's part of dmax
+  Real *slope;    // the part of alibi's slope
 };
 
 struct Scene {
@@ -32,7 +33,7 @@ struct Scene {
   int64_t query_stride, value_stride, blocks;
   Sight sight[kPart / kBlock];
   int64_t begin[kPart / kBlock + 1];  // of blocks, in rows of the part
-  float exponent;
+  Real exponent;
 
   Scene(const Request &a, const Gradient &grad, const Part &part, GradientSpace &space)
       : a(a), grad(grad), part(part), space(space),
@@ -51,9 +52,9 @@ struct Scene {
 };
 
 // A row that no gradient reaches has none to give, whatever NaN it sees.
-inline bool takes_part(const Scene &c, int64_t at, const float *output_grad) {
+inline bool takes_part(const Scene &c, int64_t at, const Real *output_grad) {
   const Gradient &g = c.grad;
-  auto given = [&](const float *grads) { return grads && grads[at] != 0.f; };
+  auto given = [&](const Real *grads) { return grads && grads[at] != 0.f; };
   bool any = g.ask_count > 0 || given(g.lse_grad) || given(g.max_score_grad) || given(g.entropy_grad);
   for (int64_t k = 0; g.output_grad && !any && k < c.a.e; k++) any = output_grad[k] != 0.f;
   return any;
@@ -63,13 +64,13 @@ constexpr int64_t kSlab = 16;  // steps in one chain of a product whose result i
 
 // output . output_grad of one row. What has no gradient has no part in it, NaN or not. Exact, unless the row sees one
 // key: there it is g itself, by the same chains, so that the gradient of the score is exactly 0.
-inline float product_with_grad(const Scene &c, const Sight &s, int64_t r, const float *output_grad) {
-  float *output = c.space.clean;
+inline Real product_with_grad(const Scene &c, const Sight &s, int64_t r, const Real *output_grad) {
+  Real *output = c.space.clean;
   pack_row(c.a, c.grad.output, c.grad.output_stride, c.part.batch, s.head[r], s.query[r], c.a.e, 1.f, output);
   double exact = 0.;
-  float sum = 0.f;
+  Real sum = 0.f;
   for (int64_t slab = 0; slab < c.a.e; slab += kSlab) {
-    float chain = 0.f;
+    Real chain = 0.f;
     for (int64_t k = slab; k < least(slab + kSlab, c.a.e); k++) {
       if (output_grad[k] == 0.f) continue;
       exact += (double)output_grad[k] * output[k];
@@ -77,7 +78,7 @@ inline float product_with_grad(const Scene &c, const Sight &s, int64_t r, const 
     }
     sum = chain + sum;
   }
-  return s.hi[r] - s.lo[r] == 1 ? sum : (float)exact;
+  return s.hi[r] - s.lo[r] == 1 ? sum : (Real)exact;
 }
 
 // The logarithm of the sink's weight.
@@ -90,13 +91,13 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   const Gradient &g = c.grad;
   Sight &s = c.sight[block];
   int64_t n = c.begin[block] + r, at = c.at(block, r);
-  float *query = c.space.query + n * c.query_stride, *output_grad = c.space.output_grad + n * c.value_stride;
+  Real *query = c.space.query + n * c.query_stride, *output_grad = c.space.output_grad + n * c.value_stride;
   c.space.unsafe[n] = pack_row(a, a.query, a.query_stride, c.part.batch, s.head[r], s.query[r], a.d, a.query_factor(),
                                query);
   if (a.pairs)
     pack_row_of_pairs(in_pairs(queries_of(a, c.part.batch, s.head[r])), s.query[r], a.query_factor() < 0,
                       c.space.query_pairs + n * c.query_stride);
-  float mean = 0.f, top = g.max_score[at], lse = g.lse[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
+  Real mean = 0.f, top = g.max_score[at], lse = g.lse[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
   bool empty = top == -kInfinity;
   if (g.output_grad) {
     c.space.unsafe[n] |= pack_row(a, g.output_grad, g.output_grad_stride, c.part.batch, s.head[r], s.query[r], a.e, 1.f,
@@ -127,11 +128,11 @@ inline void end_look(Scene &c) {
   for (int64_t block = 0; block < c.blocks; block++) {
     for (int64_t r = 0; r < c.begin[block + 1] - c.begin[block]; r++) {
       int64_t n = c.begin[block] + r, at = c.at(block, r);
-      float shift = -c.row.mean[n];
+      Real shift = -c.row.mean[n];
       if (g.lse_grad) shift += g.lse_grad[at];
       if (g.entropy_grad && g.entropy_grad[at] != 0.f && g.max_score[at] > -kInfinity) {
-        float seen = c.a.sink ? -expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
-        float mean = g.entropy_grad[at] * (g.entropy[at] - seen);
+        Real seen = c.a.sink ? -expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
+        Real mean = g.entropy_grad[at] * (g.entropy[at] - seen);
         shift -= g.entropy_grad[at] * ((g.entropy[at] - seen) + 1.f + ((g.max_score[at] - g.lse[at]) - g.lse_rest[at]));
         c.row.mean[n] += mean;
       }
@@ -146,16 +147,17 @@ inline void end_rows(Scene &c) {
   for (int64_t block = 0; block < c.blocks; block++) {
     for (int64_t r = 0; r < c.begin[block + 1] - c.begin[block]; r++) {
       int64_t n = c.begin[block] + r, at = c.at(block, r);
-      const float *from = c.space.query_grad + n * c.query_stride;
+      const Real *from = c.space.query_grad + n * c.query_stride;
       for (int64_t k = 0; g.query_grad && k < c.a.d; k++) g.query_grad[at * c.a.d + k] = from[k] * c.a.scale;
       if (g.slopes_grad) g.slopes_grad[at] = c.row.slope[n];
       if (g.sink_grad) {
-        float upper = (g.lse_grad ? g.lse_grad[at] : 0.f) - c.row.mean[n];
-        g.sink_grad[at] = upper == 0.f ? 0.f : upper * (float)exp(sink_log(c, at, c.sight[block].head[r]));
+        Real upper = (g.lse_grad ? g.lse_grad[at] : 0.f) - c.row.mean[n];
+        g.sink_grad[at] = upper == 0.f ? 0.f : upper * (Real)exp(sink_log(c, at, c.sight[block].head[r]));
       }
     }
   }
 }
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

@@ -3,6 +3,7 @@
 #include "pack.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
 // What one query may see by a rule, within [lo, hi).
@@ -72,8 +73,8 @@ inline void tighten(View &v) {
 struct Sight {
   int64_t query[kBlock], head[kBlock], lo[kBlock], hi[kBlock];
   View view[kBlock];
-  const float *bias[kBlock];
-  float slope[kBlock], position[kBlock];
+  const Real *bias[kBlock];
+  Real slope[kBlock], position[kBlock];
   // Of each group of six rows: the hull of what they see, and the keys that all of them see.
   int64_t group_lo[kBlock / kGroup], group_hi[kBlock / kGroup];
   int64_t common_lo[kBlock / kGroup], common_hi[kBlock / kGroup];
@@ -147,15 +148,15 @@ inline Shown shown(const Request &a, const Sight &s, int64_t first, int64_t coun
 
 // The steps between product and softmax, on 64 scores of one row: softcap, alibi, bias, mask. Needed only where a panel
 // is not fully visible or the problem asks for more than a scale, so it may read the scores back from memory.
-inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, float *scores, float *tile_max) {
+inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, Real *scores, Real *tile_max) {
   Vec top = all(-kInfinity);
   for (int column = 0; column < kPanel; column += W) {
     Vec x = load(scores + column);
     if (a.adjusted()) x = x * a.scale;
     if (a.softcap > 0) x = tanh(x / a.softcap) * a.softcap;
     if (a.slopes) {
-      Vec distance = s.position[r] - (float)key - __builtin_convertvector(iota() + column, Vec);
-      x -= (Vec)(bits(distance) & 0x7fffffffu) * s.slope[r];
+      Vec distance = s.position[r] - (Real)key - __builtin_convertvector(iota() + column, Vec);
+      x -= absolute(distance) * s.slope[r];
     }
     if (a.bias) x += bias_of(a, s, r, key + column);
     x = select(visible(a, s, r, key + column), x, all(-kInfinity));
@@ -168,7 +169,7 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, flo
 // Replaces scores by exp2((scores - reference) * unit); adds them up by lanes. -inf becomes an exact 0, the
 // reference itself an exact 1.
 template <bool with_moment>
-inline void exponentials(float *scores, int64_t n, float reference, float unit, float *sum, float *moment) {
+inline void exponentials(Real *scores, int64_t n, Real reference, Real unit, Real *sum, Real *moment) {
   Vec minus = all(reference), total[4] = {}, first[4] = {};
   for (int64_t k = 0; k < n; k += 4 * W) {
 #pragma GCC unroll 4
@@ -185,18 +186,18 @@ inline void exponentials(float *scores, int64_t n, float reference, float unit, 
 }
 
 // What exponents are relative to: a row that has seen nothing yet has no score to offer.
-inline float finite_reference(const Rows &rows, int64_t r) {
+inline Real finite_reference(const Rows &rows, int64_t r) {
   return rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
 }
 
 // Moves a row's sums to a new reference, and returns the factor that does the same for its output.
 // The moment's exponents are relative to the reference as well; all its terms are <= 0, so nothing cancels.
-inline float move_reference(const Request &a, const Rows &rows, int64_t r, float score, float exponent) {
-  float before = rows.reference[r];
+inline Real move_reference(const Request &a, const Rows &rows, int64_t r, Real score, Real exponent) {
+  Real before = rows.reference[r];
   if (!(score > before)) return 1.f;
   rows.reference[r] = score;
-  float shift = (before - score) * exponent, factor = exp2_nonpositive(shift);
-  float *sum = rows.sum + r * kMaxWidth, *moment = rows.moment + r * kMaxWidth;
+  Real shift = (before - score) * exponent, factor = exp2_nonpositive(shift);
+  Real *sum = rows.sum + r * kMaxWidth, *moment = rows.moment + r * kMaxWidth;
   for (int k = 0; k < kMaxWidth; k += W) {
     Vec total = load(sum + k) * factor;
     if (a.entropy) store(moment + k, load(moment + k) * factor + total * larger(shift, kSmallest));
@@ -206,4 +207,5 @@ inline float move_reference(const Request &a, const Rows &rows, int64_t r, float
 }
 
 }  // namespace EINSIGHT_LEVEL
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

@@ -11,23 +11,24 @@
 #include "threads.h"
 
 namespace einsight {
+inline namespace EINSIGHT_PRECISION {
 
-struct Free { void operator()(float *p) const { std::free(p); } };
-using Memory = std::unique_ptr<float, Free>;
+struct Free { void operator()(Real *p) const { std::free(p); } };
+using Memory = std::unique_ptr<Real, Free>;
 
-inline Memory allocate(int64_t floats) {
-  auto p = static_cast<float *>(std::aligned_alloc(64, round_up(floats * 4 + 64, 64)));
+inline Memory allocate(int64_t count) {
+  auto p = static_cast<Real *>(std::aligned_alloc(64, round_up(count * sizeof(Real) + 64, 64)));
   if (!p) throw std::bad_alloc();
   return Memory(p);
 }
 
 // Hands out pieces of one allocation. Run once with null to learn the size, once to hand out.
 struct Arena {
-  float *base;
+  Real *base;
   int64_t used = 0;
-  float *take(int64_t floats) {
-    float *piece = base ? base + used : nullptr;
-    used += round_up(floats, 16);
+  Real *take(int64_t count) {
+    Real *piece = base ? base + used : nullptr;
+    used += round_up(count, 16);
     return piece;
   }
 };
@@ -70,4 +71,5 @@ class Loop {
   std::chrono::steady_clock::time_point asked_ = std::chrono::steady_clock::now();
 };
 
+}  // namespace EINSIGHT_PRECISION
 }  // namespace einsight
