@@ -133,16 +133,15 @@ INLINE Vec asks_grad(const Scene &c, int64_t head, int64_t query, int64_t key) {
   return x;
 }
 
-// Adds what a row must know before its gradients: the mean of the weights' own gradients, and how many scores are
-// the largest.
-inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const Real *scores) {
+// Adds what a row must know before its gradients: the mean of g, and how many scores are the largest.
+inline void look_at(Scene &c, int64_t block, int64_t r, int64_t key, const Real *scores, const Real *grads) {
   const Sight &s = c.sight[block];
   int64_t n = c.begin[block] + r, at = c.at(block, r);
   Vec mean = Vec{}, ties = Vec{};
   for (int64_t k = 0; k < kPanel; k += W) {
-    Vec score = load(scores + k);
+    Vec score = load(scores + k), g = c.grad.output_grad ? load(grads + k) : Vec{};
     Vec weight = exp2_nonpositive(score - c.row.base[n], all(c.exponent)) * c.row.inverse[n];
-    Vec g = asks_grad(c, s.head[r], s.query[r], key + k);
+    g += asks_grad(c, s.head[r], s.query[r], key + k);
     mean += select(score == all(-kInfinity), Vec{}, weight * g);
     ties += select(score * c.a.unit() == all(c.grad.max_score[at]), all(1.f), Vec{});
   }
@@ -201,7 +200,7 @@ inline Range rows_that_see(const Sight &s, int64_t count, int64_t key) {
 
 struct Unsafe { bool keys, values; };
 
-inline Unsafe pack(Scene &c, int64_t tile, bool for_scores_only) {
+inline Unsafe pack(Scene &c, int64_t tile, bool look) {
   const Request &a = c.a;
   Unsafe unsafe{};
   by_dtype(a.dtype, [&](auto element) {
@@ -209,8 +208,7 @@ inline Unsafe pack(Scene &c, int64_t tile, bool for_scores_only) {
     Source keys = keys_of(a, c.part.batch, c.part.group);
     if (a.pairs) pack_panels<Dtype::float32>(in_pairs(keys), tile * kTile, c.space.keys);
     else pack_panels<dtype>(keys, tile * kTile, c.space.keys);
-    if (for_scores_only) return;
-    if (c.grad.query_grad) unsafe.keys = pack_rows<dtype>(keys, tile * kTile, c.space.key_rows);
+    if (c.grad.query_grad && !look) unsafe.keys = pack_rows<dtype>(keys, tile * kTile, c.space.key_rows);
     if (!c.grad.output_grad) return;
     Source values = values_of(a, c.part.batch, c.part.group);
     pack_panels<dtype>(values, tile * kTile, c.space.values);
@@ -241,12 +239,12 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
         continue;
       }
       scores_of(c, block, first, count, key, panel.all, space.keys + (key - from) * a.depth(), weights, chain);
-      if (look) {
-        for (int64_t r = 0; r < count; r++) look_at(c, block, first + r, key, weights + r * kStride);
-        continue;
-      }
       if (c.grad.output_grad)
         values_grad(c, block, first, count, space.values + (key - from) * a.e, unsafe.values, grads);
+      if (look) {
+        for (int64_t r = 0; r < count; r++) look_at(c, block, first + r, key, weights + r * kStride, grads + r * kStride);
+        continue;
+      }
       for (int64_t r = 0; r < count; r++)
         differentiate_row(c, block, first + r, key, weights + r * kStride, grads + r * kStride, chain + r * kStride);
     }

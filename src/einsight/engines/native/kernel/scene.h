@@ -102,7 +102,7 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   if (g.output_grad) {
     c.space.unsafe[n] |= pack_row(a, g.output_grad, g.output_grad_stride, c.part.batch, s.head[r], s.query[r], a.e, 1.f,
                                   output_grad);
-    mean = product_with_grad(c, s, r, output_grad);
+    if (!g.looks_first()) mean = product_with_grad(c, s, r, output_grad);
   }
   if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = s.view[r].lo = s.view[r].hi = 0;
   c.row.base[n] = empty ? 0.f : top / a.unit();
