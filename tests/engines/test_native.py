@@ -411,6 +411,16 @@ def test_received_memory_is_linear() -> None:
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("j", [1, 300])
+def test_one_row_of_values_may_stand_for_all(j: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_level(monkeypatch, level)
+    query, key, value = make((1, 2, 2, 3, j, 8, 128))
+    value = value[:, :, :1].expand(value.shape)
+    got = es.attention(query, key, value, engine="native", offset=0)
+    torch.testing.assert_close(got, value[:, :, :1].expand(got.shape))
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
 @pytest.mark.parametrize("k", [1, 3, 64, 300])
 def test_of_equal_weights_the_lowest_key_is_first(k: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     at_level(monkeypatch, level)
