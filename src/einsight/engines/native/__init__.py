@@ -114,11 +114,12 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     kinds = [type(readout) for readout in problem.readouts]
     asked = Asked(*(kind in kinds for kind in _OF_SCORES))
     settings = _settings(problem)
+    value = None if problem.value is None else problem.value.resolve_neg()  # memory holds it with the other sign
+    operands = problem.query.resolve_neg(), problem.key.resolve_neg(), value
     if problem.needs_grad:
-        found = derivatives.forward(problem, settings, asked, _asks(problem))
+        found = derivatives.forward(problem, operands, settings, asked, _asks(problem))
     else:
-        value = None if problem.value is None else problem.value.resolve_neg()
-        found = operations.forward(problem.query.resolve_neg(), problem.key.resolve_neg(), value, settings, asked)
+        found = operations.forward(*operands, settings, asked)
     of_scores: dict[type[Readout], Any] = dict(zip(_OF_SCORES, found[1:5], strict=True))
     parts: Any = iter(found.parts)
     results = []
