@@ -179,8 +179,7 @@ def check(got: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, **s
 
 
 def at_level(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(native.operations, name, partial(getattr(native.operations, name), level=level))
+    monkeypatch.setattr(native.operations, "_level", level)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -144,9 +144,7 @@ def some_readouts(drawn: Drawn, sizes: Sizes, derived: bool) -> tuple[Any, dict[
 @contextmanager
 def at(level: int, threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_forward", "_backward"):
-            patch.setattr(native.operations, name, partial(getattr(native.operations, name), level=level))
+    with native.operations.at_level(level):
         torch.set_num_threads(threads)
         try:
             yield
