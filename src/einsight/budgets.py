@@ -19,7 +19,7 @@ from einsight.engines import reference
 from einsight.problem import Problem, pose
 from einsight.readouts import Readout, Weights
 
-ORDERS = 4
+ORDERS = 8
 
 
 class Judged(NamedTuple):
