@@ -10,4 +10,3 @@ if spec is None or spec.loader is None:
     raise ImportError(f"no module in {os.environ['EINSIGHT_SANITIZED_KERNEL']}")
 sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[name])
-

@@ -8,6 +8,7 @@ times that: both may err, and the measure is rough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -105,11 +106,11 @@ class Truth:
             return Judged(name, torch.inf, 0.0)
         if not bool(finite.any()):
             return Judged(name, 0.0, 0.0)
-        error = (got - right)[finite].abs().max().nan_to_num(torch.inf).item()
+        error = (got - right)[finite].abs().max().item()
         formula = max((x.double() - right)[finite].abs().max().item() for x in low)
         rounding = torch.finfo(dtype).eps * right[finite].abs().max().item()
         budget = 2 * (formula + rounding) if self._finer == 1 else 3 * formula * self._finer + 2 * rounding
-        return Judged(name, error, budget)
+        return Judged(name, torch.inf if math.isnan(error) else error, budget)
 
 
 def gradients(results: Found, leaves: Leaves, seed: int) -> Found:

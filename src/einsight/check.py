@@ -84,8 +84,8 @@ def check(*, json: bool = False, out: Any = None) -> list[Row]:
                 bar.advance(task)
     if json:
         for row in rows:
-            finite = {name: x for name, x in asdict(row).items() if x != math.inf}  # JSON has no infinity
-            print(json_format.dumps({"error": None, "ratio": None} | finite), file=out)
+            told = {name: None if x == math.inf else x for name, x in asdict(row).items()}  # JSON has no infinity
+            print(json_format.dumps(told | {"over": row.ratio > 1}), file=out)
     else:
         _show(rows, out)
     return rows

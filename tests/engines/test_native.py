@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch

@@ -129,7 +129,10 @@ def some_readouts(drawn: Drawn, sizes: Sizes, derived: bool) -> tuple[Any, dict[
     made = [es.LogSumExp(), es.MaxScore(), es.Entropy(), es.Received(), es.Received(mean=True), es.Weights()]
     made += [es.Received(some, per_group=True), es.TopK(3), es.TopK(2, some), es.Share(es.window(2, 1))]
     made += [es.Rows(some), es.Diagonal(-1), es.Distance(), es.Pool(5)]
-    tensors = {"ids": drawn.view(b, j, dtype=torch.int64), "matrix": drawn.view(j, drawn.draw(st.sampled_from([3, 16])))}
+    tensors = {
+        "ids": drawn.view(b, j, dtype=torch.int64),
+        "matrix": drawn.view(j, drawn.draw(st.sampled_from([3, 16]))),
+    }
     tensors = {name: tensor for name, tensor in tensors.items() if name in asked}
 
     def make(ids: Tensor | None = None, matrix: Tensor | None = None) -> list[es.Readout]:
@@ -163,7 +166,7 @@ def assert_same_bits(given: list[Tensor], contiguous: list[Tensor]) -> None:
         assert torch.equal(bits(one), bits(other)), (n, one, other)
 
 
-@drawing(150)
+@drawing(400)
 @given(
     data=st.data(),
     sizes=sizes(),

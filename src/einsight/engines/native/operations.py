@@ -178,9 +178,7 @@ def _results(
     return own, [blank(ask, Sizes(b, h, g, i, j, d, 0)) for ask in asks]
 
 
-def _backward(
-    query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, *rest: Any
-) -> list[Tensor]:
+def _backward(query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, *rest: Any) -> list[Tensor]:
     found, upper, (upper_parts, indices), wanted = rest[:5], rest[5:9], rest[9:11], rest[11:]
     made = _gradients(query, key, value, settings.bias, *wanted)
     given = [gradient if gradient.numel() else None for gradient in made]
