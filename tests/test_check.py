@@ -18,7 +18,7 @@ from einsight import cli
 from einsight.budgets import Truth
 from einsight.engines import choose, stream
 
-SOME = ("softcap", "top-k", "nothing to see")
+SOME = ("causal", "softcap")
 
 
 @pytest.fixture
