@@ -94,9 +94,10 @@ def check(*, json: bool = False, out: Any = None) -> list[Row]:
 def engines() -> dict[str, tuple[str, AbstractContextManager[None]]]:
     """Each engine here by the name it is shown with, the native one for each instruction set."""
     levels = [] if operations.kernel is None else operations.kernel.levels
-    native = {f"native {name}": ("native", operations.at_level(n)) for n, name in enumerate(levels)}
-    others = {name: (name, nullcontext()) for name in choose.FASTEST_FIRST if name != "native"}
-    return native | others
+    found: dict[str, tuple[str, AbstractContextManager[None]]] = {}
+    for n, name in enumerate(levels):
+        found[f"native {name}"] = "native", operations.at_level(n)
+    return found | {name: (name, nullcontext()) for name in choose.FASTEST_FIRST if name != "native"}
 
 
 def _compared(feature: str, dtype: torch.dtype) -> Iterator[Row]:
