@@ -15,12 +15,10 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The kernel under the sanitizers of GCC: built apart from the installed one, and run by the native engine's tests.
-ADDRESS := build/sanitize/address
-THREAD := build/sanitize/thread
+# The kernel under the sanitizers of GCC: built apart from the installed one, and run over drawn calls.
 sanitize: .venv/installed
-	tests/sanitize.sh address,undefined $(ADDRESS) tests/engines
-	tests/sanitize.sh thread $(THREAD) tests/engines/test_native_fuzz.py
+	tests/sanitize.sh address,undefined build/sanitize/address tests/engines/test_native_fuzz.py
+	tests/sanitize.sh thread build/sanitize/thread tests/engines/test_native_fuzz.py
 
 # Quick when the model is there already.
 model: .venv/installed
