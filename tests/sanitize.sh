@@ -17,7 +17,8 @@ case $sanitizers in
   thread) preload=$(library libtsan.so) ;;
   *) preload="$(library libasan.so) $(library libstdc++.so.6)" ;;
 esac
-# Python leaks by design; what torch does, compiled without the thread sanitizer, isn't looked at.
+# Python leaks by design; what torch does, compiled without the thread sanitizer, isn't looked at. -s: a report is
+# written past Python while the process ends, and pytest would lose it.
 export OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1
-PYTHONPATH=tests LD_PRELOAD=$preload .venv/bin/python -m pytest -p sanitized -p no:cacheprovider "$@"
+PYTHONPATH=tests LD_PRELOAD=$preload .venv/bin/python -m pytest -s -p sanitized -p no:cacheprovider "$@"
