@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
-.PHONY: demo test lint model browser
+.PHONY: demo test lint model browser sanitize
 demo: .venv/installed
 	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
@@ -14,6 +14,11 @@ lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The kernel under the sanitizers of GCC: built apart from the installed one, and run over drawn calls.
+sanitize: .venv/installed
+	tests/sanitize.sh address,undefined build/sanitize/address tests/engines/test_native_fuzz.py
+	tests/sanitize.sh thread build/sanitize/thread tests/engines/test_native_fuzz.py
 
 # Quick when the model is there already.
 model: .venv/installed

@@ -43,3 +43,14 @@ def bench(
         typer.echo(f"einsight bench: no group {unknown[0]!r}; there are {', '.join(GROUPS)}", err=True)
         raise typer.Exit(2)
     bench(groups or None, json=json)
+
+
+@app.command()
+def check(
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per row in place of the table.")] = False,
+) -> None:
+    """Compare every engine on this machine with the float64 reference; exit code 1 if an error is over its budget."""
+    from einsight.check import check
+
+    if any(row.ratio > 1 for row in check(json=json)):
+        raise typer.Exit(1)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -182,8 +181,7 @@ def check(got: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor, **s
 
 
 def at_level(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(native.operations, name, partial(getattr(native.operations, name), level=level))
+    monkeypatch.setattr(native.operations, "_level", level)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -430,6 +428,16 @@ def test_received_memory_is_linear() -> None:
     assert received.shape == (1, 2, 32768)
     torch.testing.assert_close(received.sum(-1), torch.full((1, 2), 211.0), rtol=1e-5, atol=0)
     assert time.perf_counter() > start
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("j", [1, 300])
+def test_one_row_of_values_may_stand_for_all(j: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_level(monkeypatch, level)
+    query, key, value = make((1, 2, 2, 3, j, 8, 128))
+    value = value[:, :, :1].expand(value.shape)
+    got = es.attention(query, key, value, engine="native", offset=0)
+    torch.testing.assert_close(got, value[:, :, :1].expand(got.shape))
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))

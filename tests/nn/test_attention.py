@@ -83,7 +83,7 @@ def test_pytorchs_numbers(way: str, bias: bool, mask: str) -> None:
 
     def over_inputs(dtype: torch.dtype, ours: bool) -> list[Tensor]:
         # On one input either error may be small by luck, or large.
-        draws = [itertools.chain(*run(dtype, ours, seed)) for seed in (51, 61, 71, 81)]
+        draws = [itertools.chain(*run(dtype, ours, seed)) for seed in range(51, 131, 10)]
         return [torch.stack(results) for results in zip(*draws, strict=True)]
 
     ways = (torch.float32, True), (torch.float64, False), (torch.float32, False)

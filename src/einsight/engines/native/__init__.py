@@ -114,11 +114,12 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     kinds = [type(readout) for readout in problem.readouts]
     asked = Asked(*(kind in kinds for kind in _OF_SCORES))
     settings = _settings(problem)
+    value = None if problem.value is None else problem.value.resolve_neg()  # memory holds it with the other sign
+    operands = _in_pairs(problem.query.resolve_neg()), _in_pairs(problem.key.resolve_neg()), value
     if problem.needs_grad:
-        found = derivatives.forward(problem, settings, asked, _asks(problem))
+        found = derivatives.forward(problem, operands, settings, asked, _asks(problem))
     else:
-        value = None if problem.value is None else problem.value.resolve_neg()
-        found = operations.forward(problem.query.resolve_neg(), problem.key.resolve_neg(), value, settings, asked)
+        found = operations.forward(*operands, settings, asked)
     of_scores: dict[type[Readout], Any] = dict(zip(_OF_SCORES, found[1:5], strict=True))
     parts: Any = iter(found.parts)
     results = []
@@ -129,6 +130,20 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
             mine = tuple(next(parts) for ask in own for _ in ask.shapes(problem.sizes))
             results.append(result_for(readout, problem, mine))
     return (None if problem.value is None else found.output), tuple(results)
+
+
+def _in_pairs(tensor: Float[Tensor, "b n i d"]) -> Float[Tensor, "b n i d"]:
+    """Copied where bfloat16 numbers lie in memory so that two can't be read as one: else the kernel multiplies them one
+    by one, and the bits of the results would depend on strides."""
+    if tensor.dtype != torch.bfloat16 or tensor.shape[3] % 2:
+        return tensor
+    *apart, stride = tensor.stride()
+    odd = any(step % 2 for step, n in zip(apart, tensor.shape, strict=False) if n > 1)
+    return (
+        tensor.clone(memory_format=torch.contiguous_format)
+        if stride != 1 or odd or tensor.storage_offset() % 2
+        else tensor
+    )
 
 
 def _settings(problem: Problem) -> Settings:

@@ -53,10 +53,16 @@ def learned(problem: Problem, lowered: _Biases) -> _Biases:
     return slopes, bias
 
 
-def forward(problem: Problem, settings: Settings, asked: Asked, asks: list[tuple[Ask, ...]]) -> Results:
-    """The operation's results, with gradients to the problem's tensors."""
+def forward(
+    problem: Problem,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    settings: Settings,
+    asked: Asked,
+    asks: list[tuple[Ask, ...]],
+) -> Results:
+    """The operation's results, with gradients to the operands (query, key, value) and the problem's other tensors."""
     biases = () if problem.bias is None else problem.bias.tensors
-    leaves = problem.query, problem.key, problem.value, problem.sink, *biases
+    leaves = *operands, problem.sink, *biases
     output, lse, max_score, entropy, scores, lse_rest, *parts = _Attention.apply(
         problem, settings, asked, asks, *leaves
     )
@@ -91,7 +97,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sink, *_ = leaves
         output, lse, max_score, entropy, lse_rest, *integers = found
         upper, indices = _of_asks(ctx.asks, grads[6:], integers)
-        of_output, of_lse, of_max, of_entropy = (None if g is None else g.contiguous() for g in grads[:4])
+        of_output, of_lse, of_max, of_entropy = (_plain(g) for g in grads[:4])
         if value is None:
             output = of_output = None
         made = operations.backward(
@@ -121,6 +127,11 @@ class _Attention(torch.autograd.Function):
         )
 
 
+def _plain(grad: Tensor | None) -> Tensor | None:
+    """As it is read in memory: in order, and not negated on the way."""
+    return None if grad is None else grad.resolve_neg().contiguous()
+
+
 def _of_asks(
     asks: list[tuple[Ask, ...]], grads: tuple[Tensor | None, ...], integers: list[Tensor]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -130,7 +141,7 @@ def _of_asks(
     indices: list[Tensor | None] = []
     for ask in (ask for own in asks for ask in own):
         grad = next(left)
-        upper.append(None if grad is None else grad.contiguous())
+        upper.append(_plain(grad))
         indices.append(next(whole) if ask.kind is Kind.TOP else None)
         if ask.kind is Kind.TOP:
             next(left)

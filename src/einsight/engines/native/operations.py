@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -17,6 +19,20 @@ try:
     kernel: Any = import_module("einsight.engines.native._native")
 except ImportError:
     kernel = None
+
+
+_level = 0
+
+
+@contextmanager
+def at_level(level: int) -> Iterator[None]:
+    """Within it calls run on one of `kernel.levels`, the instruction sets of this processor; the first is the best."""
+    global _level
+    before, _level = _level, level
+    try:
+        yield
+    finally:
+        _level = before
 
 
 def accuracy(dtype: torch.dtype) -> torch.dtype:
@@ -144,12 +160,11 @@ def _settings(*flat: Any) -> Settings:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, asked: Asked, *, level: int = 0
+    query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, asked: Asked
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    """`level` chooses among `kernel.levels`, the instruction sets of this processor, best first."""
     own, parts = _results(query, key, value, asked, settings.asks)
     lines = [_line(ask, *part) for ask, part in zip(settings.asks, parts, strict=True)]
-    _kernel(query).forward(query, key, value, *settings[:7], *own, lines, torch.get_num_threads(), level)
+    _kernel(query).forward(query, key, value, *settings[:7], *own, lines, torch.get_num_threads(), _level)
     return own, [tensor for part in parts for tensor in part]
 
 
@@ -172,15 +187,13 @@ def _results(
     return own, [blank(ask, Sizes(b, h, g, i, j, d, 0), accuracy(query.dtype)) for ask in asks]
 
 
-def _backward(
-    query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, *rest: Any, level: int = 0
-) -> list[Tensor]:
+def _backward(query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, *rest: Any) -> list[Tensor]:
     found, upper, (upper_parts, indices), wanted = rest[:5], rest[5:9], rest[9:11], rest[11:]
     made = _gradients(query, key, value, settings.bias, *wanted)
     given = [gradient if gradient.numel() else None for gradient in made]
     lines = [_line(*line) for line in zip(settings.asks, upper_parts, indices, strict=True) if line[1] is not None]
     _kernel(query).backward(
-        query, key, value, *settings[:7], *found, *upper, lines, *given, torch.get_num_threads(), level
+        query, key, value, *settings[:7], *found, *upper, lines, *given, torch.get_num_threads(), _level
     )
     return made
 

@@ -193,9 +193,9 @@ struct Tile {
 };
 
 // Values that only one block of rows reads are not worth a copy, unless rows lie so far apart that they would meet
-// in the same few lines of the cache.
+// in the same few lines of the cache. One row that stands for all, or is the only one, is copied: 0 tells a packed tile.
 inline bool values_in_place(const Request &a, const Packed &packed) {
-  return !packed.state && a.dtype == kOwn && a.value_stride[3] == 1 && a.e % W == 0 &&
+  return !packed.state && a.dtype == kOwn && a.value_stride[3] == 1 && a.e % W == 0 && a.value_stride[2] > 0 &&
          a.value_stride[2] <= 2 * a.e;
 }
 

@@ -16,7 +16,7 @@ constexpr int64_t kStride = kTile + 16;  // of rows of a tile: not a whole page 
 // One number for each row of the part.
 struct RowTerms {
   Real *base;     // the largest score, as stored; 0 where the row sees nothing
-  Real *inverse;  // exp(max - lse): what exponentials relative to the largest are multiplied by
+  Real *inverse;  // exp(base - lse): what exponentials relative to the largest are multiplied by
   Real *mean;     // sum_k w_k g_k
   Real *shift;    // what is added to every g: dlse - mean - dentropy (1 + ln inverse)
   Real *entropy;  // dentropy ln 2
@@ -81,6 +81,12 @@ inline Real product_with_grad(const Scene &c, const Sight &s, int64_t r, const R
   return s.hi[r] - s.lo[r] == 1 ? sum : (Real)exact;
 }
 
+// ln of what exponentials relative to the row's base are multiplied by. The base is the largest score but for rounding,
+// which is why it and not the score stands here.
+inline double log_inverse(const Scene &c, int64_t n, int64_t at) {
+  return (double)c.row.base[n] * c.a.unit() - c.grad.lse[at] - c.grad.lse_rest[at];
+}
+
 // The logarithm of the sink's weight.
 inline double sink_log(const Scene &c, int64_t at, int64_t head) {
   return ((double)c.a.sink[head] - c.grad.lse[at]) - c.grad.lse_rest[at];
@@ -97,7 +103,7 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   if (a.pairs)
     pack_row_of_pairs(in_pairs(queries_of(a, c.part.batch, s.head[r])), s.query[r], a.query_factor() < 0,
                       c.space.query_pairs + n * c.query_stride);
-  Real mean = 0.f, top = g.max_score[at], lse = g.lse[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
+  Real mean = 0.f, top = g.max_score[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
   bool empty = top == -kInfinity;
   if (g.output_grad) {
     c.space.unsafe[n] |= pack_row(a, g.output_grad, g.output_grad_stride, c.part.batch, s.head[r], s.query[r], a.e, 1.f,
@@ -106,7 +112,7 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   }
   if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = s.view[r].lo = s.view[r].hi = 0;
   c.row.base[n] = empty ? 0.f : top / a.unit();
-  c.row.inverse[n] = empty ? 0.f : exp(((double)top - lse) - g.lse_rest[at]);
+  c.row.inverse[n] = empty ? 0.f : exp(log_inverse(c, n, at));
   c.row.entropy[n] = entropy * kLn2;
   c.row.mean[n] = mean;
   c.row.top[n] = c.row.slope[n] = 0.f;
@@ -133,7 +139,7 @@ inline void end_look(Scene &c) {
       if (g.entropy_grad && g.entropy_grad[at] != 0.f && g.max_score[at] > -kInfinity) {
         Real seen = c.a.sink ? -expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
         Real mean = g.entropy_grad[at] * (g.entropy[at] - seen);
-        shift -= g.entropy_grad[at] * ((g.entropy[at] - seen) + 1.f + ((g.max_score[at] - g.lse[at]) - g.lse_rest[at]));
+        shift -= g.entropy_grad[at] * ((g.entropy[at] - seen) + 1.f + (Real)log_inverse(c, n, at));
         c.row.mean[n] += mean;
       }
       c.row.shift[n] = shift;
