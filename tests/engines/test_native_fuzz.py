@@ -202,7 +202,7 @@ def test_any_strides_give_the_bits_of_contiguous_tensors(
             bias=make_bias(**{name: own[name] for name in bias}),
             softcap=softcap,
             offset=offset,
-            readouts=make_readouts(**readouts),
+            readouts=[r for r in make_readouts(**readouts) if dtype != torch.float64 or type(r) is not es.TopK],
             engine="native",
             **settings,
         )
