@@ -264,6 +264,10 @@ def test_padding_has_no_part_in_a_mean():
 def test_leaves_no_trace():
     model = GPT("sdpa").eval()
     plain = model(IDS)
+    with pytest.raises(ValueError, match="layers names none, so that nothing would be edited"):
+        Edit(model, layers=[], output=0)
+    with pytest.raises(ValueError, match="heads names none"), Edit(model, heads=[], output=0):
+        model(IDS)
     with pytest.raises(ValueError, match="pairs' keys names 99"), Edit(model, mask=~es.pairs(0, 99)):
         model(IDS)
     assert torch.equal(model(IDS), plain)

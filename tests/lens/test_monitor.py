@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import subprocess
 import sys
 
@@ -148,7 +149,38 @@ def test_alarms():
         layer.query.weight.fill_(torch.nan)
     with monitor:
         layer(x)
-    assert {alarm.kind for alarm in monitor.alarms()} == {"logits", "entropy"}
+    assert [str(alarm) for alarm in monitor.alarms()] == [
+        f"MultiHeadAttention, head {head}: scores are no numbers" for head in range(2)
+    ]
+
+
+def test_no_number_is_no_zero():
+    """A head of NaN, as the weights themselves say it."""
+    layer = es.nn.MultiHeadAttention(8, 2, mask=es.causal())
+    with torch.no_grad():
+        layer.query.weight[:4] = torch.nan
+    monitor = Monitor(layer, heads=True)
+    with monitor:
+        layer(torch.randn(2, 6, 8))
+    found = monitor.summary()
+    for quantity in ("max_score", "entropy", "first_token"):
+        assert math.isnan(found[f"attention/MultiHeadAttention/{quantity}/head_0"])
+        assert math.isfinite(found[f"attention/MultiHeadAttention/{quantity}/head_1"])
+
+
+def test_clip_uses_the_numbers_of_a_step_once():
+    layer, x = es.nn.MultiHeadAttention(8, 2), torch.randn(1, 5, 8)
+    with torch.no_grad():
+        layer.query.weight *= 1000
+    monitor = Monitor(layer, every=3)
+    weights = []
+    for _ in range(3):
+        with monitor:
+            layer(x)
+        found = qk_clip(layer, monitor)
+        weights.append(layer.query.weight.clone())
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[1], weights[2])
+    assert torch.equal(found["MultiHeadAttention"], torch.ones(2))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

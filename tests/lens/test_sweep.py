@@ -193,6 +193,7 @@ def test_refusals(model):
         ({"metric": lambda output: output}, ValueError, r"metric must give one number, not a tensor \[2, 9, 16\]"),
         ({"metric": lambda output: "much"}, TypeError, "metric must give a number, not 'much'"),
         ({"over": "edges", "queries": 9}, ValueError, "queries names 9"),
+        ({"queries": 3}, ValueError, "queries= and keys= choose edges"),
     ]:
         with pytest.raises(error, match=said):
             bare(model, IDS, **{"metric": metric, **settings})

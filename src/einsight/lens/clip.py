@@ -37,7 +37,8 @@ def qk_clip(model: nn.Module, monitor: Monitor, tau: float = 100.0, group: Any =
         group: a process group over whose ranks the largest scores are taken.
 
     Returns:
-        γ [h] by layer.
+        γ [h] by layer; 1 where nothing was changed. The numbers of a watched step are used once: called again before
+        the monitor watches another one (`every` > 1), it changes nothing.
 
     Raises:
         ValueError: a layer has other projections, or norms or a softcap behind them, so that its scores don't follow
@@ -75,8 +76,12 @@ def qk_clip(model: nn.Module, monitor: Monitor, tau: float = 100.0, group: Any =
     if capped := [name for name, layer in monitor._found().items() if layer.capped]:
         raise ValueError(f"{capped[0]!r} caps its scores by tanh: they stay below the cap without QK-clip")
     shrunk = {}
+    used, monitor._used = monitor._used, True
     for module, projections in told:
         gamma = torch.where(scores[module] > tau, tau / scores[module], 1.0)
+        if used:
+            shrunk[names[module]] = torch.ones_like(gamma)
+            continue
         h = len(gamma)
         shared = len(projections.key[0]) // projections.head_dim != h
         _scale(projections.query, gamma if shared else gamma.sqrt())

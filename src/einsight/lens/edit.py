@@ -146,6 +146,8 @@ class Edit:
             self._check_window(name, call)
         h = call.query.shape[1]
         heads = range(h) if self._heads is None else numbers(as_axis(self._heads, h, "heads")).tolist()
+        if not heads:
+            raise ValueError("heads names none, so that nothing would be edited; None, the default, is all of them")
         return Site(name, call.cross, list(heads))
 
     def _reweigh(self, call: Call, site: Site) -> tuple[Call, list[int]]:
@@ -278,6 +280,8 @@ def _checked_layers(layers: Any, seen: Layers) -> tuple[int | str, ...] | None:
     ):
         raise TypeError(f"layers must be numbers or names of modules, not {layers!r}")
     made = tuple(words.clean(n) if isinstance(n, str) else n for n in map(as_int, chosen))
+    if not made:
+        raise ValueError("layers names none, so that nothing would be edited; None, the default, is all of them")
     names = set(seen.names.values()) | {type(seen.model).__name__}
     for n in made:
         if isinstance(n, int) and n < 0:

@@ -32,6 +32,8 @@ class Alarm(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "entropy":
             return f"{self.layer}: attention collapses, mean entropy {self.value:.3g} below {self.threshold:g} nats"
+        if self.value != self.value:
+            return f"{self.layer}, head {self.head}: scores are no numbers"
         return f"{self.layer}, head {self.head}: largest score {self.value:.4g} above {self.threshold:g}"
 
 
@@ -92,6 +94,7 @@ class Monitor:
         self._seen = Layers(model)
         self._layers: dict[str, _Layer] = {}
         self._new = False  # whether the step that runs has told nothing yet
+        self._used = False  # whether weights were clipped by these numbers already
         self._missed: dict[str, int] = {}
         self._watch: Watch | None = None
 
@@ -165,7 +168,7 @@ class Monitor:
                 if not value <= logits:
                     found.append(Alarm("logits", name, head, value, logits))
             mean = float(layer.of("entropy").mean())
-            if not mean >= entropy:
+            if mean < entropy:  # no number at all is the logits' alarm
                 found.append(Alarm("entropy", name, None, mean, entropy))
         return found
 
@@ -176,7 +179,7 @@ class Monitor:
         if not known:
             return
         if self._new:
-            self._layers, self._new = {}, False
+            self._layers, self._new, self._used = {}, False, False
         self._seen.begins(known)
         cross = call.cross or words.says_cross(self._seen.name(known))
         name, _ = self._seen.number(self._seen.name(known), cross, lambda name: False)
@@ -221,7 +224,7 @@ def _read(call: Call, module: nn.Module) -> _Layer:
         readouts=[es.MaxScore(), es.Entropy(), es.LogSumExp()],
         **call.settings,
     )
-    real = lse > -torch.inf
+    real = lse != -torch.inf
     if keep is not None and not call.cross and i == j:
         real = real & keep[:, None].to(real.device)
         largest = largest.masked_fill(~real, -torch.inf)

@@ -32,8 +32,8 @@ def effects(
     layers: Collection[int] | None = None,
     output: Any = None,
     weights: Lens | None = None,
-    queries: Any = -1,
-    keys: Any = slice(None),
+    queries: Any = None,
+    keys: Any = None,
     progress: bool = True,
 ) -> Table:
     """How much a metric changes when each head, layer or edge is changed in turn: a table with a row for each.
@@ -74,6 +74,8 @@ def effects(
         raise ValueError(f'over must be "heads", "layers" or "edges", not {over!r}')
     if over == "edges" and (output is not None or weights is not None):
         raise ValueError('over="edges" hides keys: output= and weights= are for heads and layers')
+    if over != "edges" and (queries is not None or keys is not None):
+        raise ValueError(f'queries= and keys= choose edges: over="edges", not over={over!r}')
     if output is not None and weights is not None:
         raise ValueError("output= and weights= are two ways to change a head: give one of them")
     if not isinstance(model, nn.Module):
@@ -85,7 +87,9 @@ def effects(
         run = _Run(model, inputs, metric)
         places = _chosen(run.blocks.places, layers)
         if over == "edges":
-            return run.edges(places, queries, keys, progress)
+            return run.edges(
+                places, -1 if queries is None else queries, slice(None) if keys is None else keys, progress
+            )
         return run.heads(places, change, progress) if over == "heads" else run.layers(places, change, progress)
 
 
