@@ -241,6 +241,13 @@ def test_images_and_grids(tmp_path):
     assert (about["picture"]["width"], about["picture"]["height"]) == (60, 40)
     assert header(report.html(vit, tmp_path / "page.html", image=picture))["parts"][0]["patches"]["columns"] == 5
     # In a text the patches are the run of equal tokens.
+    named = ["[CLS]", *(f"p{n}" for n in range(24))]
+    about = header(report.html(vit, tmp_path / "page.html", tokens=named, image=picture, grid=(4, 6)))
+    assert about["parts"][0]["patches"]["start"] == 1
+    with pytest.raises(ValueError, match="the 12 patches of the image stand nowhere among the tokens"):
+        report.html(vit, tmp_path / "page.html", tokens=named, image=picture, grid=(3, 4))
+    with pytest.raises(FileNotFoundError, match="image: there is no file"):
+        report.html(vit, tmp_path / "page.html", image=tmp_path / "none.png", grid=(4, 6))
     tokens = ["look", *["<image>"] * 12, *[" word"] * 12]
     tokens[-1] = " end"
     about = header(report.html(vit, tmp_path / "page.html", tokens=tokens, image=picture, grid=(3, 4)))

@@ -30,6 +30,11 @@ def named(parts: Sequence[Part], tokens: Any, key_tokens: Any, item: int, grid: 
     others = None if key_tokens is None else texts(key_tokens, "key_tokens", item)
     used: set[str] = set()
     made = [_one(part, parts, given, others, used, grid) for part in parts]
+    if grid is not None and all(one.patches is None for one in made):
+        raise ValueError(
+            f"the {grid[0] * grid[1]} patches of the image stand nowhere among the tokens: neither last, behind at "
+            "most one other, nor as a run of that many equal ones; name them all alike, such as '<image>'"
+        )
     for what, list_ in (("tokens", given), ("key_tokens", others)):
         if list_ is not None and what not in used:
             raise ValueError(f"{what} are {len(list_)}, but {_sizes(parts)}")
@@ -109,7 +114,7 @@ def chosen_grid(grid: Any, image: Any, parts: Sequence[Part]) -> tuple[int, int]
 
 
 def _patches(keys: list[str] | None, j: int, grid: tuple[int, int]) -> int | None:
-    """Where a part's patches begin: at a run of as many equal tokens (`<image>`), or so that they come last."""
+    """Where a part's patches begin: at a run of as many equal tokens (`<image>`), or last, behind a class token."""
     count = grid[0] * grid[1]
     if keys is None:
         return j - count if j >= count else None
@@ -119,7 +124,7 @@ def _patches(keys: list[str] | None, j: int, grid: tuple[int, int]) -> int | Non
             if n - start == count:
                 return start
             start = n
-    return None
+    return j - count if 0 <= j - count <= 1 else None
 
 
 def _numbered(count: int) -> list[Piece]:

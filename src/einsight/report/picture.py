@@ -41,6 +41,8 @@ def opened(image: Any) -> Any:
             return Image.open(image)
         except UnidentifiedImageError:
             raise ValueError(f"image: {os.fspath(image)} is no image that Pillow can read") from None
+        except FileNotFoundError:
+            raise FileNotFoundError(f"image: there is no file {os.fspath(image)}") from None
     import numpy as np
 
     try:
