@@ -90,10 +90,12 @@ def on_sdpa(*tensors: Any, **_: Any) -> Any:
 
 
 def train() -> None:
-    """A training step, on Einsight's attention and on PyTorch's."""
-    for b, length in ((16, 256), (4, 1024), (1, 4096)):
+    """A training step, on Einsight's attention and on PyTorch's; and with the entropy and the largest score of every
+    query of every layer."""
+    small, large = (256, 160, 4, 4, 426), (256, 384, 6, 6, 1024)
+    for b, length, sizes in ((16, 256, small), (4, 1024, small), (1, 4096, small), (2, 1024, large)):
         torch.manual_seed(0)
-        config = es.nn.DecoderConfig(256, 160, 4, 4, 426, max_length=length)
+        config = es.nn.DecoderConfig(*sizes, max_length=length)
         model = es.nn.Decoder(config)
         adam = torch.optim.AdamW(model.parameters())
         tokens = torch.randint(256, (b, length + 1))
@@ -109,9 +111,15 @@ def train() -> None:
                 es.attention = own
 
         ours = es.attention
-        taken = medians({"on SDPA": lambda s=step: s(on_sdpa), "Decoder": lambda s=step, a=ours: s(a)})
+
+        def watching(*operands: Any, ours: Any = ours, **settings: Any) -> Any:
+            return ours(*operands, **settings | {"readouts": (es.Entropy(), es.MaxScore())})[0]
+
+        ways = {"on SDPA": on_sdpa, "Decoder": ours, "with readouts": watching}
+        taken = medians({name: lambda s=step, a=attend: s(a) for name, attend in ways.items()})
         said = "  ".join(f"{name} {seconds * 1e3:7.0f} ms" for name, seconds in taken.items())
-        print(f"training step [{b}, {length}]: {said}  {taken['on SDPA'] / taken['Decoder']:.2f} ×")
+        ratios = " and ".join(f"{taken['on SDPA'] / taken[name]:.2f}" for name in ("Decoder", "with readouts"))
+        print(f"{sizes[2]} layers of {sizes[1]}, training step [{b}, {length}]: {said}  {ratios} ×")
 
 
 PEAK = """
