@@ -38,6 +38,7 @@ SETTINGS: dict[str, tuple[Tensor | None, Callable[[Any], dict[str, Any]]]] = {
     "a row sees nothing": (None, lambda _: {"mask": ~es.pairs([1], slice(None)) & es.causal()}),
     "sink": (leaf(2, seed=3), lambda x: {"sink": x}),
     "sink and empty row": (leaf(2, seed=3), lambda x: {"sink": x, "mask": ~es.pairs([1], slice(None))}),
+    "one sink": (leaf(1, seed=3), lambda x: {"sink": x[0]}),
     "softcap": (None, lambda _: {"softcap": 1.5, "scale": 2.0}),
     "bias": (leaf(3, 5, seed=4), lambda x: {"bias": x}),
     "bias that masks": (

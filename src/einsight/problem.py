@@ -438,6 +438,8 @@ def _sink(sink: object, query: Tensor, given: Sizes) -> Float[Tensor, " h"]:
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
         what = f"a tensor of {sink.dtype}" if isinstance(sink, Tensor) else repr(sink)
         raise TypeError(f"sink must be a float tensor of one score per query head [h], or a number, not {what}")
+    if sink.ndim == 0:  # one learned number for all heads
+        sink = sink.expand(given.h)
     if sink.shape != (given.h,):
         raise ValueError(f"sink must have shape [h] = [{given.h}], one score per query head, not {list(sink.shape)}")
     if sink.device != query.device:

@@ -393,6 +393,9 @@ class Pool(Readout):
             raise ValueError(f"Pool's block must be a positive int, not {block!r}")
         self.size = block
 
+    def __repr__(self) -> str:
+        return f"Pool({self.size})"
+
     def check(self, given: Sizes, sizes: Sizes) -> Readout:
         return changed(self, _queries=sizes.i)
 
