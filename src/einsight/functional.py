@@ -31,7 +31,7 @@ def attention(
     softcap: float | None = None,
     score_mod: ScoreMod | None = None,
     bias: Bias | Float[Tensor, ...] | None = None,
-    sink: Float[Tensor, " h"] | float | None = None,
+    sink: Float[Tensor, " h"] | Float[Tensor, ""] | float | None = None,
     offset: int | Int[Tensor, " b"] | None = None,
     dropout: float = 0.0,
     readouts: Asked | None = None,

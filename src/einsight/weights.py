@@ -62,7 +62,7 @@ class AttentionWeights:
         softcap: float | None = None,
         score_mod: ScoreMod | None = None,
         bias: Bias | Tensor | None = None,
-        sink: Float[Tensor, " h"] | float | None = None,
+        sink: Float[Tensor, " h"] | Float[Tensor, ""] | float | None = None,
         offset: int | Int[Tensor, " b"] | None = None,
         dropout: float = 0.0,
         engine: str = "auto",
