@@ -523,3 +523,15 @@ def test_refusals():
         lens.cross[0]
     with pytest.raises(KeyError, match=r"no layer 'x' was kept; there are blocks\.0\.attention"):
         lens["x"]
+
+
+def test_one_item_of_keys_for_all():
+    class Layer(nn.Module):
+        def forward(self, query, key, value):
+            return F.scaled_dot_product_attention(query, key, value)
+
+    layer, query, key, value = Layer(), torch.randn(2, 3, 5, 7), torch.randn(1, 3, 11, 7), torch.randn(1, 3, 11, 7)
+    with Lens(layer) as lens:
+        output = layer(query, key, value)
+    call = lens.cross[0] if lens.cross.names else lens[0]
+    torch.testing.assert_close(call.weights @ value.expand(2, -1, -1, -1), output)

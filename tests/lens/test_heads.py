@@ -254,3 +254,13 @@ def test_the_class_token_of_a_vision_model():
         attentions = build("vit", "eager")[0](**inputs, output_attentions=True).attentions
     torch.testing.assert_close(row[:, :, 0], attentions[1][:, :, 0], atol=2e-6, rtol=1e-4)
     assert lens.rollout(0).shape == (2, 1, 10)
+
+
+def test_no_layers_is_no_table():
+    model, ids = GPT("sdpa"), torch.randint(0, 17, (2, 6))
+    with Lens(model) as lens:
+        model(ids)
+    with pytest.raises(ValueError, match="layers names none; None, the default, is all of them"):
+        lens.heads(ids, layers=[])
+    with pytest.raises(ValueError, match="layers names none"):
+        lens.rollout(-1, layers=[])

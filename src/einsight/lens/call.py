@@ -79,6 +79,8 @@ def from_sdpa(
     query, key, value = (_four(t, lead) for t in (query, key, value))
     if attn_mask is not None:
         attn_mask = _four(attn_mask, lead)
+    b = max(len(query), len(key), len(value))  # PyTorch lets one item stand for all
+    query, key, value = (t if len(t) == b else t.expand(b, -1, -1, -1) for t in (query, key, value))
     return make(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dropout=dropout_p, **settings)
 
 

@@ -307,6 +307,8 @@ class Lens:
             return found
         if not isinstance(layers, Collection):
             raise TypeError(f"layers must be numbers or the name of the module that they are in, not {layers!r}")
+        if not layers:
+            raise ValueError("layers names none; None, the default, is all of them")
         return [self[layer] for layer in layers]
 
     def _nothing_kept(self) -> str:
