@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import jaxtyping
 import pytest
 
+collect_ignore = ["sanitized.py"]  # a plugin for the sanitizers, which needs a kernel of its own
+
 jaxtyping.install_import_hook("einsight", "typechecking.check")
 
 

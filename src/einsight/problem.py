@@ -42,6 +42,11 @@ def _remembered(method: Callable[[Any], Any]) -> Any:
     return property(get, doc=method.__doc__)
 
 
+def accuracy(dtype: torch.dtype) -> torch.dtype:
+    """What scores, softmax and readouts of operands in a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """softmax(Q Kᵀ · scale, under the settings) V, and the readouts asked of its weights.
@@ -82,7 +87,7 @@ class Problem:
     @property
     def dtype(self) -> torch.dtype:
         """What the scores, the softmax and the readouts are computed in."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return accuracy(self.query.dtype)
 
     @property
     def needs_grad(self) -> bool:

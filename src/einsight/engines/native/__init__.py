@@ -1,4 +1,4 @@
-"""Our C++ kernel for CPUs: the output and the main readouts in one pass over the keys.
+"""Our C++ kernel for CPUs: the output, every readout and their gradients.
 
 `kernel/` is its source; docs/native.md says how it works. Without a compiler the package installs without it.
 """

@@ -107,12 +107,7 @@ class _Attention(torch.autograd.Function):
             ctx.settings,
             Results(output, lse, max_score, entropy if ctx.entropy else None, None, lse_rest, indices),
             Results(of_output, of_lse, of_max, of_entropy, None, None, upper),
-            (
-                *wanted[:2],
-                wanted[2] and of_output is not None,
-                wanted[3],
-                *ctx.learned,
-            ),
+            (*wanted[:2], wanted[2] and of_output is not None, wanted[3], *ctx.learned),
         )
         return (
             None,

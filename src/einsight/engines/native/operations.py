@@ -14,6 +14,7 @@ from torch import Tensor
 from einsight.coordinates import Sizes
 from einsight.engines.native.asks import Ask, Kind, blank
 from einsight.engines.native.rules import Rule
+from einsight.problem import accuracy
 
 try:
     kernel: Any = import_module("einsight.engines.native._native")
@@ -33,11 +34,6 @@ def at_level(level: int) -> Iterator[None]:
         yield
     finally:
         _level = before
-
-
-def accuracy(dtype: torch.dtype) -> torch.dtype:
-    """What the kernel computes in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _kernel(query: Tensor) -> Any:

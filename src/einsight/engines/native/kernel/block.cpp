@@ -32,8 +32,6 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
 static void score_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
                        int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
   int64_t query_stride = round_up(a.d, kMaxWidth);
-  // A long chain of additions loses bits; where the products cost nothing (decoding), chains are kept short.
-  int64_t slab = rows.count <= kGroup ? 16 : 64;
   Real ignored[kGroup * kMaxWidth] = {};
   fill(work.tile_max, 0, rows.count * kMaxWidth, -kInfinity);
   for (int64_t group = 0; group * kGroup < rows.count; group++) live[group] = 0;
@@ -51,7 +49,7 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
       }
       live[group] |= 1u << (key - tile_begin) / kPanel;
       (a.pairs ? kScorePairs : kScorePanel)[count - 1](work.query + first * query_stride, query_stride,
-                                                       tile.keys + (key - tile_begin) * a.depth(), a.depth(), slab, to,
+                                                       tile.keys + (key - tile_begin) * a.depth(), a.depth(), a.slab(), to,
                                                        stride, plain ? top : ignored);
       if (plain) continue;
       for (int64_t r = 0; r < count; r++) adjust(a, s, first + r, key, to + r * stride, top + r * kMaxWidth);

@@ -1,8 +1,8 @@
 // The gradients of a part of the query rows of one key head. docs/native.md draws the loop nest.
 //
-// With w the weights and g = dL/dw (through the output, received, the weights themselves and the entropy), the
-// gradient of a score is w (g - sum_k w_k g_k + dlse), and the largest score's own. The weights are made again from
-// the scores and the lse: w = exp(score - max) exp(max - lse).
+// With w the weights and g = dL/dw (through the output, the readouts of weights and the entropy), the gradient of a
+// score is w (g - sum_k w_k g_k + dlse), and the largest score's own. The weights are made again from the scores and
+// the lse: w = exp(score - base) exp(base - lse).
 #pragma once
 #include "products.h"
 #include "scene.h"
@@ -66,9 +66,8 @@ inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int
   const Request &a = c.a;
   const Sight &s = c.sight[block];
   Real ignored[kGroup * kMaxWidth] = {};
-  int64_t slab = a.rows() <= kGroup ? 16 : 64;  // the forward's chains, so the forward's bits
   const Real *queries = (a.pairs ? c.space.query_pairs : c.space.query) + (c.begin[block] + first) * c.query_stride;
-  (a.pairs ? kScorePairs : kScorePanel)[count - 1](queries, c.query_stride, keys, a.depth(), slab, to, kStride, ignored);
+  (a.pairs ? kScorePairs : kScorePanel)[count - 1](queries, c.query_stride, keys, a.depth(), a.slab(), to, kStride, ignored);
   if (all_seen && !a.adjusted()) return;
   for (int64_t r = 0; r < count; r++) {
     for (int64_t k = 0; a.softcap > 0 && k < kPanel; k += W) {
@@ -164,7 +163,7 @@ inline void differentiate_row(Scene &c, int64_t block, int64_t r, int64_t key, R
                               const Real *chain) {
   const Sight &s = c.sight[block];
   int64_t n = c.begin[block] + r, at = c.at(block, r);
-  Real slope = 0.f, top = c.grad.max_score ? c.grad.max_score[at] : 0.f;
+  Real slope = 0.f, top = c.grad.max_score[at];
   for (int64_t k = 0; k < kPanel; k += W) {
     Vec score = load(weights + k), g = c.grad.output_grad ? load(grads + k) : Vec{};
     Int hidden = score == all(-kInfinity);
@@ -310,7 +309,7 @@ inline void differentiate(const Request &a, const Gradient &grad, const Part &pa
   end_look(c);
   Real unit = a.adjusted() ? a.scale : a.unit();  // packed queries carry the rest of the scale
   over_tiles(false, [&](int64_t tile, bool is_seen) {
-    while (__atomic_load_n(part.turns + tile, __ATOMIC_ACQUIRE) != part.before[tile]) sched_yield();
+    while (__atomic_load_n(part.turns + tile, __ATOMIC_ACQUIRE) < part.before[tile]) sched_yield();
     int64_t first = (part.batch * a.g + part.group) * a.j + tile * kTile, rows = least(kTile, a.j - tile * kTile);
     if (is_seen && grad.key_grad) add_to(grad.key_grad + first * a.d, space.key_grad, rows, a.d, c.query_stride, unit);
     if (is_seen && grad.value_grad)

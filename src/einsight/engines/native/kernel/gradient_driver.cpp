@@ -81,14 +81,14 @@ bool gradients(const Request &a, const Gradient &g, const Kernel &kernel, int th
     int64_t slice = (items ? 0 : part.batch) * (groups ? 1 : a.g) + (groups ? 0 : part.group);
     int64_t turn = (items ? part.batch * (groups ? a.g : 1) : 0) + (groups ? part.group : 0);
     auto &done = biased[slice * parts + part.row_begin / rows];
-    while (g.bias_grad && done != turn) std::this_thread::yield();
+    while (g.bias_grad && done < turn) std::this_thread::yield();
     if (!loop.cancelled()) {
       kernel.differentiate(a, g, part, space[thread]);
       done++;
       return;
     }
     done++;
-    for (int64_t t = part.tile_begin; t < part.tile_end; t++)  // those who wait for this part shall not wait for ever
+    for (int64_t t = part.tile_begin; t < part.tile_end; t++)  // who waits for this part shall not wait for ever
       __atomic_add_fetch(part.turns + t, 1, __ATOMIC_RELEASE);
   });
 }

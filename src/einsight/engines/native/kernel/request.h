@@ -66,6 +66,9 @@ struct Request : Rule {
 
   int64_t depth() const { return pairs ? d / 2 : d; }            // steps of a score's product
   int64_t tile_steps() const;                                    // steps of a tile's product with values
+  // Steps in one chain of a score's product. A long chain of additions loses bits; where the products cost nothing
+  // (decoding), chains are kept short.
+  int64_t slab() const;
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
   bool keeps_weights() const { return ask_count > 0; }
@@ -106,6 +109,7 @@ constexpr int kBlock = 96;   // query rows that share a pass over the keys
 constexpr int kTile = 256;   // keys between two updates of the running maximum
 constexpr int kMaxWidth = 16;
 
+inline int64_t Request::slab() const { return rows() <= kGroup ? 16 : 64; }
 inline int64_t Request::tile_steps() const { return pairs ? kTile / 2 : kTile; }
 
 // The packed keys and values of one key head. With `state`, tiles are packed by whichever thread
