@@ -31,7 +31,7 @@ def refuses(problem: Problem) -> str | None:
     if _learns_bias(problem) and type(problem.bias) is not Alibi:
         if torch.compiler.is_compiling():
             return "torch.compile can't look into the derivative of its biases"
-        if problem.sizes.h > 768 * problem.sizes.g:
+        if problem.sizes.h > 768 * problem.sizes.g:  # the kernel's kPart: else a part has no whole query
             return "it has no derivative of a bias where more than 768 heads read one key"
     return None
 
