@@ -18,8 +18,7 @@ struct View {
 
 inline View view_of(const Rule &rule, int64_t batch, int64_t head, int64_t query) {
   View v{};
-  v.lo = rule.lo[batch * rule.lo_stride[0] + head * rule.lo_stride[1] + query * rule.lo_stride[2]];
-  v.hi = rule.hi[batch * rule.hi_stride[0] + head * rule.hi_stride[1] + query * rule.hi_stride[2]];
+  v.lo = rule.first(batch, head, query), v.hi = rule.last(batch, head, query);
   if (rule.seen) {
     v.seen = rule.seen + batch * rule.seen_stride[0] + head * rule.seen_stride[1] + query * rule.seen_stride[2];
     v.stride = rule.seen_stride[3], v.shows = rule.shows;
