@@ -37,6 +37,7 @@ class Layer:
     value: Float[Tensor, "g j e"] | None = None
     matrix: Float[Tensor, "h m e"] | None = None
     stream: Float[Tensor, "i m"] | None = None
+    keep: Bool[Tensor, " j"] | None = None  # the keys that the model's own mask tells from padding
 
 
 @dataclass
@@ -115,7 +116,10 @@ def _of_call(call: Call, weights: es.AttentionWeights, n: int, model: nn.Module)
         value = call.value[n]
         matrix = _output_matrix(call, model, weights.shape[1], value.shape[-1])
     _, h, i, j = weights.shape
-    return Layer(call.index, call.name, h, i, j, lambda: weights.select(batch=[n]), value, matrix)
+    keep = call.rule.keep
+    if keep is not None:
+        keep = keep[min(n, len(keep) - 1)].cpu()
+    return Layer(call.index, call.name, h, i, j, lambda: weights.select(batch=[n]), value, matrix, keep=keep)
 
 
 def _output_matrix(call: Call, model: nn.Module, h: int, e: int) -> Float[Tensor, "h m e"] | None:

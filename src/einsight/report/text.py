@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,6 +41,16 @@ def texts(tokens: Any, what: str = "tokens", item: int = 0) -> list[str]:
     if wrong is not None:
         raise TypeError(f"{what} must hold strings, but holds {wrong!r}: write tokenizer.convert_ids_to_tokens(ids)")
     return list(tokens)
+
+
+def unpadded(tokens: Any, item: int, count: int) -> Bool[Tensor, " j"] | None:
+    """Which of a tokenizer's output's first `count` tokens aren't padding; None where it doesn't say."""
+    kept = tokens.get("attention_mask") if hasattr(tokens, "input_ids") and hasattr(tokens, "get") else None
+    if kept is None:
+        return None
+    kept = torch.as_tensor(kept)
+    kept = kept[item] if kept.ndim == 2 else kept
+    return kept[:count].bool().cpu() if len(kept) in (count, count + 1) else None
 
 
 def readable(tokens: Sequence[str]) -> list[Piece]:

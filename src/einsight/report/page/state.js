@@ -95,7 +95,7 @@ const STATISTICS = {
   previous: { name: "previous", format: percent, say: () => "Share of attention on the token just before, on average." },
   next: { name: "next", format: percent, say: () => "Share of attention on the token just after, on average." },
   itself: { name: "itself", format: percent, say: () => "Share of attention on the own place, on average." },
-  induction: { name: "induction", format: percent, say: () => "Where a phrase repeats: share of attention on the token that came next the last time." },
+  induction: { name: "induction", format: percent, say: () => "Where a token came before: share of attention on what followed its earlier copies, on average." },
   distance: { name: "distance", format: v => `${v.toFixed(1)} tokens`, say: () => "How far away a head looks, in tokens, on average." },
   strongest: { name: "strongest", format: percent, say: () => "The largest weight of a row, on average: how decided a head is." },
 };

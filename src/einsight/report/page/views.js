@@ -25,7 +25,7 @@ function drawHeadline() {
 function habit(h) {
   const kind = PART.kind[h], score = PART.score;
   if (kind) {
-    const where = { induction: "on what came next last time", previous: "on the token before", first: "of its attention" }[kind];
+    const where = { induction: "on what followed earlier copies of a token", previous: "on the token before", first: "of its attention" }[kind];
     return A_KIND[kind].replace(/^./, c => c.toUpperCase()) + `: ${percent(score[kind][h])} ${where}.`;
   }
   const wide = `${score.entropy[h].toFixed(1)} nats wide`;
