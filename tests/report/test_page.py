@@ -508,3 +508,46 @@ def test_touch(visit, text):
     token(page, 8).tap()
     settled(page)
     assert (state(page, "focus"), state(page, "pinned")) == (8, True)
+
+
+CONTRAST = """elements => { const parse = c => c.match(/[\\d.]+/g).map(Number);
+  const lum = c => [.2126, .7152, .0722].reduce((sum, p, n) => {
+    const x = c[n] / 255; return sum + p * (x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4); }, 0);
+  return elements.map(e => { let under = e, back = [0, 0, 0, 0];
+    while (under && (back = parse(getComputedStyle(under).backgroundColor))[3] === 0) under = under.parentElement;
+    const pair = [lum(parse(getComputedStyle(e).color)), lum(back)].sort((a, b) => b - a);
+    return (pair[0] + .05) / (pair[1] + .05); }); }"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read(visit, text, scheme):
+    page = visit(text, color_scheme=scheme)
+    for n in (3, 12):
+        point(page, n)
+        for what in (".t", ".t i", ".note", "button:not([hidden])", "h2", "sub", "header p"):
+            assert min(page.locator(what).evaluate_all(CONTRAST), default=21) >= 4.5, what
+    ink, veil = (page.locator(f'.t[data-i="{n}"]').evaluate("e => getComputedStyle(e).color") for n in (2, 15))
+    assert token(page, 15).get_attribute("class") == "t off"
+    assert ink != veil
+    least = page.evaluate("""() => { const lum = c => [.2126, .7152, .0722].reduce((sum, p, n) => {
+        const x = c[n] / 255; return sum + p * (x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4); }, 0);
+      const of = hex => [1, 3, 5].map(n => parseInt(hex.slice(n, n + 2), 16));
+      return Math.min(...RAMP.map((c, n) => { const [a, b] = [lum(c), lum(of(OVER[n]))].sort((a, b) => b - a);
+        return (a + .05) / (b + .05); })); }""")
+    assert least >= 4.5
+
+
+@pytest.mark.parametrize("mask", [es.causal(), None, es.window(3, 3)])
+def test_the_name_of_a_row_lies_over_no_cell(visit, tmp_path, mask):
+    q, k = torch.randn(2, 1, 2, N, 8)
+    page = visit(report.html(es.AttentionWeights(q, k, mask), tmp_path / "page.html", tokens=spaced(TEXT)))
+    for n in range(N):
+        page.evaluate(f"set({{ focus: {n} }})")
+        settled(page)
+        found = page.evaluate("({ ...NAMED, size: CELL.w, high: CELL.h, low: 60 + CELL.h * PART.i })")
+        if not found["beside"]:
+            assert found["y"] - 6 >= found["low"]
+            continue
+        rows = [(y - 60) / found["high"] for y in (found["y"] - 5, found["y"] + 5)]
+        for row in range(max(int(rows[0]), 0), min(int(rows[1]), N - 1) + 1):
+            assert found["x"] >= page.evaluate(f"PART.heads[0].layer.arrays.hi[{row}]") * found["size"]

@@ -15,8 +15,9 @@ function readColours() {
   OVER = RAMP.map(over);
   INK.dark = matchMedia("(prefers-color-scheme: dark)").matches;
 }
-/* Ink that reads on a shade. */
-const over = c => .3 * c[0] + .59 * c[1] + .11 * c[2] > 132 ? "#14181d" : "#ffffff";
+/* Ink that reads on a shade: whichever of the two stands out more. */
+const luminance = c => [.2126, .7152, .0722].reduce((sum, part, n) => sum + part * ((c[n] / 255 + .055) / 1.055) ** 2.4, 0);
+const over = c => luminance(c) > .179 ? "#000000" : "#ffffff";
 const level = x => Math.round(255 * Math.max(0, Math.min(1, x || 0)));
 const shade = x => RAMP[level(x)];
 const rgb = c => `rgb(${c})`;
