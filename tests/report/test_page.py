@@ -551,3 +551,50 @@ def test_the_name_of_a_row_lies_over_no_cell(visit, tmp_path, mask):
         rows = [(y - 60) / found["high"] for y in (found["y"] - 5, found["y"] + 5)]
         for row in range(max(int(rows[0]), 0), min(int(rows[1]), N - 1) + 1):
             assert found["x"] >= page.evaluate(f"PART.heads[0].layer.arrays.hi[{row}]") * found["size"]
+
+
+@pytest.mark.parametrize("size", [1e-7, 3e-3, 1.0, 4e2, 5e4])
+def test_lengths_of_any_size_have_significant_digits(visit, tmp_path, size):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 7, 4)
+    value = torch.rand(1, 2, 7, 4) * size
+    with Lens(Given(), values=True) as lens:
+        lens.model(q, k, value)
+    page = visit(report.html(lens, tmp_path / "page.html", tokens=[f" letter-{c}" for c in "abcdefg"]))
+    page.click("#measures [data-v=value]")
+    point(page, 6)
+    found, labels = shown(page), [token(page, n).get_attribute("data-w") for n in range(7)]
+    assert sum(label is not None for label in labels) > 2
+    for want, label in zip(found.tolist(), labels, strict=True):
+        if label is not None:
+            assert float(label.replace(",", "")) == pytest.approx(want, rel=0.051)
+    line = said(page, "text-read")
+    top = page.evaluate("short(Math.max(...values(current())))")
+    assert float(top.replace(",", "")) == pytest.approx(float(found.max()), rel=0.0051)
+    assert f" {top}" in line
+
+
+class Given(torch.nn.Module):
+    def forward(self, query, key, value):
+        return es.attention(query, key, value)
+
+
+def test_patches_are_called_patches(visit, tmp_path):
+    def words(j, **settings):
+        weights = torch.softmax(torch.randn(2, 1, 2, j, j), -1)
+        page = visit(report.html(tuple(weights), tmp_path / "page.html", image=torch.rand(30, 40, 3), **settings))
+        for n in range(4):
+            press(page, str(n + 1))
+            yield said(page, "all-note") + said(page, "all-read") + said(page, "kinds")
+        page.evaluate("set({ focus: 3, direction: 'sum' })")
+        yield from (page.locator("#help").text_content(), said(page, "each-note"), said(page, "about"))
+        yield said(page, "hide") if page.locator("#hide").is_visible() else ""
+        page.evaluate("set({ focus: null, direction: 'out' })")
+        settled(page)
+        yield from (said(page, "text-read"), said(page, "each-note"), said(page, "text-note"))
+
+    for settings in ({"j": 12, "grid": (3, 4)}, {"j": 13, "grid": (3, 4)}):
+        found = " ".join(words(**settings))
+        assert "token" not in found
+        assert "patch" in found
+    assert "first key" in found

@@ -31,8 +31,10 @@ const el = (tag, cls, ...kids) => {
 const put = (id, ...kids) => $(id).replaceChildren(...kids.filter(kid => kid !== null && kid !== ""));
 const bold = text => el("b", "", text);
 const percent = x => x < .00005 ? "0%" : (x * 100).toFixed(x >= .0995 ? 0 : x >= .00995 ? 1 : 2) + "%";
-const short = x => x >= 99.5 ? x.toFixed(0) : x >= 9.95 ? x.toFixed(1) : x >= .00995 ? x.toFixed(2) : x > 0 ? x.toExponential(0) : "0";
-const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
+/* Lengths may be of any size: significant digits. */
+const short = (x, digits = 3) => !(x > 0) ? "0" : x < 1e-4 || x >= 1e6 ? x.toExponential(digits - 1)
+  : x.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.floor(Math.log10(x)) + 1) });
+const plural = (n, word) => `${n.toLocaleString("en")} ${n === 1 ? word : word === "query" ? "queries" : word + (/ch$/.test(word) ? "es" : "s")}`;
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 const commas = nodes => nodes.flatMap((node, n) => n ? [", ", ...node] : node);
 
@@ -76,6 +78,6 @@ function drawScale() {
   g.textAlign = "center";
   const most = S.measure === "weight" || PART.percent ? null : scaleOf(current());
   for (const p of most === null ? [0, 1, 5, 20, 50, 100] : [0, 5, 20, 50, 100])
-    g.fillText(most === null ? p + (p === 100 ? "%" : "") : short(p / 100 * most), 8 + 150 * Math.sqrt(p / 100), 21);
+    g.fillText(most === null ? p + (p === 100 ? "%" : "") : short(p / 100 * most, 2), 8 + 150 * Math.sqrt(p / 100), 21);
   $("map-scale").setAttribute("aria-label", "the colours of text and map, from 0 to " + (most === null ? "100%" : short(most)));
 }

@@ -85,7 +85,7 @@ function drawAll() {
   const order = S.sorted ? [...shown.keys()].sort((a, b) => shown[b] - shown[a]) : null, kinds = S.kind ?? S.only;
   drawGrid("all", shown, most, { order, marks: true, faded: n => shown[n] < least || (kinds && PART.kind[n] !== kinds) });
   put("all-note", statistic.say(PART));
-  put("all-read", bold(PART.heads[h].name), ` ${statistic.name} ${statistic.format(shown[h])}`, kind ? `, ${A_KIND[kind]}` : "",
+  put("all-read", bold(PART.heads[h].name), ` ${statistic.name} ${statistic.format(shown[h])}`, kind ? `, ${aKind(kind)}` : "",
     S.least ? `; ${plural(shown.filter(x => x >= least).length, "head")} from ${(statistic.end ?? statistic.format)(least)} on` : "");
   put("all-most", (statistic.end ?? statistic.format)(most));
   $("least").value = S.least;
@@ -98,7 +98,7 @@ function drawAll() {
 function buildKinds() {
   const line = [];
   for (const kind of Object.keys(KINDS).filter(kind => PART.score[kind])) {
-    const count = PART.kind.filter(x => x === kind).length, link = el("button", "link", `${KIND_MARK[kind]} ${KIND_NAME[kind]}`);
+    const count = PART.kind.filter(x => x === kind).length, link = el("button", "link", `${KIND_MARK[kind]} ${kindName(kind)}`);
     link.dataset.kind = kind;
     link.disabled = !count;
     link.onpointerenter = () => set({ kind });
@@ -127,7 +127,7 @@ function drawEach() {
     if (best === "weight") {
       shown = heads.map((_, n) => strongestKey(PART, n, q)[1]);
       verb = "strongest";
-      note = `The largest weight it gives to one ${PART.patches ? "key" : "token"}${PART.cross || PART.patches ? "" : ", the first aside"}.`;
+      note = `The largest weight it gives to one ${PART.whole_thing}${PART.cross || PART.patches ? "" : ", the first aside"}.`;
     } else {
       shown = heads.map((_, n) => out(n));
       verb = best === "write" ? "writes" : "brings";
@@ -138,13 +138,13 @@ function drawEach() {
     shown = heads.map((_, n) => has(n) ? receivedOf(PART, n, S.hide)[S.focus] : 0);
     verb = "gives it";
     unit = "weight";
-    note = "Share of attention it receives, on average over the tokens that may look at it.";
+    note = `Share of attention it receives, on average over the ${PART.cross ? "queries" : plural(2, PART.whole_thing).slice(2)} that may look at it.`;
   } else {
     title = ["Every head, on average"];
     shown = [...scores("strongest")];
     verb = "strongest key";
     unit = "weight";
-    note = "The largest weight of a row, on average: how decided a head is. Point at a token for what it gets.";
+    note = `The largest weight of a row, on average: how decided a head is. Point at a ${PART.whole_thing} for what it gets.`;
   }
   const order = [...shown.keys()].sort((a, b) => shown[b] - shown[a]), most = shown[order[0]] || 1, said = x => amount(x, unit);
   const from = n => {                                             // which key that comes from

@@ -85,24 +85,28 @@ function received(h) {
 /* Kinds of heads: the first threshold that a head reaches. */
 const KINDS = { induction: .3, previous: .3, first: .7 };
 const KIND_MARK = { induction: "○", previous: "‹", first: "·" };
-const KIND_NAME = { induction: "induction", previous: "previous token", first: "first token" };
-const A_KIND = { induction: "an induction head", previous: "a previous-token head", first: "resting on the first token" };
+const kindName = kind => ({ induction: "induction", previous: `previous ${PART.thing}`, first: `first ${PART.whole_thing}` })[kind];
+const aKind = kind => ({ induction: "an induction head", previous: `a previous-${PART.thing} head`, first: `resting on the first ${PART.whole_thing}` })[kind];
 
 const STATISTICS = {
-  entropy: { name: "entropy", format: v => `${v.toFixed(2)} nats, as wide as ${plural(+Math.exp(v).toFixed(1), "equal token")}`, end: v => v.toFixed(1) + " nats",
-    say: part => `How spread out a row is, in nats, on average: 0 is a single token, ${Math.log(part.j).toFixed(1)} would be all ${part.j} alike.` },
-  first: { name: "first", format: percent, say: () => "Share of attention that rests on the very first token, on average over all later ones." },
-  previous: { name: "previous", format: percent, say: () => "Share of attention on the token just before, on average." },
-  next: { name: "next", format: percent, say: () => "Share of attention on the token just after, on average." },
+  entropy: { name: "entropy", format: v => `${v.toFixed(2)} nats, as wide as ${plural(+Math.exp(v).toFixed(1), `equal ${PART.thing}`)}`, end: v => v.toFixed(1) + " nats",
+    say: part => `How spread out a row is, in nats, on average: 0 is a single ${part.thing}, ${Math.log(part.j).toFixed(1)} would be all ${part.j} alike.` },
+  first: { name: "first", format: percent, say: part => `Share of attention that rests on the very first ${part.whole_thing}, on average over all later ones.` },
+  previous: { name: "previous", format: percent, say: part => `Share of attention on the ${part.thing} just before, on average.` },
+  next: { name: "next", format: percent, say: part => `Share of attention on the ${part.thing} just after, on average.` },
   itself: { name: "itself", format: percent, say: () => "Share of attention on the own place, on average." },
   induction: { name: "induction", format: percent, say: () => "Where a token came before: share of attention on what followed its earlier copies, on average." },
-  distance: { name: "distance", format: v => `${v.toFixed(1)} tokens`, say: () => "How far away a head looks, in tokens, on average." },
+  distance: { name: "distance", format: v => plural(+v.toFixed(1), PART.thing), say: part => `How far away a head looks, in ${plural(2, part.thing).slice(2)}, on average.` },
   strongest: { name: "strongest", format: percent, say: () => "The largest weight of a row, on average: how decided a head is." },
 };
 
 function openPart(part) {
   PART = part;
   part.built = false;
+  // What the keys are called: patches, if they are all (but a class token); of both kinds together, keys.
+  const grid = part.patches ? part.patches.rows * part.patches.columns : 0;
+  part.thing = grid && part.j - grid <= 1 ? "patch" : "token";
+  part.whole_thing = grid && part.j > grid ? "key" : part.thing;
   const flat = table => Object.fromEntries(Object.entries(table).map(([name, rows]) => [name, Float32Array.from(rows.flat())]));
   part.score ??= flat(part.statistics);
   part.score_without ??= flat(part.without_first);

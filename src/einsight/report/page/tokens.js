@@ -137,7 +137,7 @@ function shownIn(list, found) {
 function drawTexts() {
   const h = current(), found = values(h), sum = S.direction === "sum", most = sum ? largestReceived(found) : scaleOf(h);
   const fewest = sum ? .5 : .0995;                                 // how strong a colour has to be for a number under it
-  const write = x => sum && x < .0995 ? (x * 100).toFixed(1) : sum || inPercent(S.measure) ? String(Math.round(x * 100)) : short(x);
+  const write = x => sum && x < .0995 ? short(x * 100, 2) : sum || inPercent(S.measure) ? String(Math.round(x * 100)) : short(x, 2);
   for (const list of LISTS) {
     const shown = shownIn(list, found), matches = new Set(list.side === "key" ? S.foundKeys : S.found);
     const focus = focusIsIn(list) ? S.focus : null, other = list.side === "both" || !focusIsIn(list) ? S.other : null;

@@ -25,11 +25,11 @@ function drawHeadline() {
 function habit(h) {
   const kind = PART.kind[h], score = PART.score;
   if (kind) {
-    const where = { induction: "on what followed earlier copies of a token", previous: "on the token before", first: "of its attention" }[kind];
-    return A_KIND[kind].replace(/^./, c => c.toUpperCase()) + `: ${percent(score[kind][h])} ${where}.`;
+    const where = { induction: "on what followed earlier copies of a token", previous: `on the ${PART.thing} before`, first: "of its attention" }[kind];
+    return aKind(kind).replace(/^./, c => c.toUpperCase()) + `: ${percent(score[kind][h])} ${where}.`;
   }
   const wide = `${score.entropy[h].toFixed(1)} nats wide`;
-  return score.distance ? `${wide}, ${score.distance[h].toFixed(0)} tokens away on average.` : `${wide}; its strongest key has ${percent(score.strongest[h])} on average.`;
+  return score.distance ? `${wide}, ${plural(+score.distance[h].toFixed(0), PART.thing)} away on average.` : `${wide}; its strongest key has ${percent(score.strongest[h])} on average.`;
 }
 
 function unit(h) {
@@ -51,7 +51,7 @@ function drawReading() {
   else if (S.direction === "sum") {
     line.push("Most received: ", ...(names.length ? names : ["nothing stands out"]), ".");
     if (focus !== null && found && k !== null) line.push(" Here ", named(PART.keys, k), " ", percent(found[k]), ".");
-  } else if (focus === null) line.push("Point at a token.");
+  } else if (focus === null) line.push(PART.cross && PART.patches ? "Point at a token or a patch." : `Point at a ${PART.thing}.`);
   else if (S.direction === "out" && q === null) line.push(named(PART.keys, focus), " was not a query here.");
   else if (S.direction === "out") {
     line.push(named(PART.queries, placeOf(q)), " looks at ", ...(names.length ? names : ["nothing in particular"]));
@@ -118,12 +118,13 @@ function buildPart() {
   tabs("directions", DIRECTIONS, direction => set({ direction, other: null, kept: null, ...(PART.cross && direction !== S.direction ? { focus: null, pinned: false } : {}) }));
   tabs("scopes", PART.layers.length > 1 ? SCOPES : { head: SCOPES.head, all: "by all heads" }, scope => set({ scope }));
   tabs("measures", Object.fromEntries(Object.entries(MEASURES).filter(([name]) => name === "weight" || PART.kept.includes(name))), measure => set({ measure }));
-  $("hide").lastChild.textContent = `hide ${PART.patches ? "first key" : "first token"}`;
+  $("hide").lastChild.textContent = `hide first ${PART.whole_thing}`;
   $("hide").style.display = PART.patches?.start === 0 ? "none" : "";
   for (const id of ["s-all", "s-each"]) $(id).hidden = PART.heads.length < 2;
   $("help-digits").textContent = `1 – ${Object.keys(PART.score).length}`;
+  for (const [cls, word] of [[".thing", PART.thing], [".whole-thing", PART.whole_thing]]) for (const place of document.querySelectorAll("#help " + cls)) place.textContent = word;
   put("about", about());
-  put("help-note", "Layers, heads and tokens count from 0. Colour follows the square root of a weight, so that 1% can be seen beside 100%. "
+  put("help-note", `Layers, heads and ${plural(2, PART.thing).slice(2)} count from 0.` + " Colour follows the square root of a weight, so that 1% can be seen beside 100%. "
     + (PART.whole ? "Weights are stored in 8 bits and are right to 0.3 points." : `Of each query and head the ${PART.strongest} strongest keys are stored, in 8 bits; statistics, bars and what is received count every weight.`));
   buildKinds();
   buildTexts();
@@ -132,8 +133,8 @@ function buildPart() {
 }
 
 function about() {
-  const { i, j, cross, layers, rows, heads } = PART, thing = PART.patches && !PART.named ? "key" : "token";
-  const what = cross ? `${plural(i, PART.named ? "token" : "query").replace("querys", "queries")} looking at ${plural(j, "key")}` : plural(j, thing);
+  const { i, j, cross, layers, rows, heads } = PART;
+  const what = cross ? `${plural(i, PART.named ? "token" : "query").replace("querys", "queries")} looking at ${plural(j, PART.thing === "patch" ? PART.whole_thing : "key")}` : plural(j, PART.whole_thing);
   const size = layers.length === 1 ? plural(heads.length, "head") : heads.length === layers.length * rows ? `${layers.length} layers of ${plural(rows, "head")}` : `${layers.length} layers, ${heads.length} heads`;
   return `${REPORT.model ? REPORT.model + (cross ? ": " : " reading ") : ""}${what}, ${size}`;
 }
