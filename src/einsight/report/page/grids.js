@@ -156,6 +156,7 @@ function drawEach() {
   put("h-each", ...title);
   put("each-note", note, PART.ready < PART.layers.length ? ` Reading layer ${PART.ready + 1} of ${PART.layers.length}…` : "");
   put("each-read", bold(heads[h].name), ` ${verb} ${said(shown[h])}`, p && best !== "weight" ? `, weight ${percent(rawWeight(PART, h, q, k) || 0)}` : "",
+    ...(S.hide && !p && q !== null && S.direction === "out" && best !== "weight" ? [", the hidden first included"] : []),
     ...(p ? [] : from(h).length && best !== "weight" ? [", most of it", ...from(h)] : from(h).map(x => x === " from " ? ", on " : x)));
   put("each-most", said(most));
   put("each-top", "Most: ", ...commas(order.slice(0, 4).map(n => [headLink(n), " " + said(shown[n])])));

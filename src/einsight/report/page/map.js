@@ -71,7 +71,7 @@ function drawMap() {
     g.textAlign = "left";
   }
   drawCross(g, q, k, v, X, Y, across, down);
-  const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p)] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
+  const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p), ...(S.hide && p[1] !== PART.first ? hiddenShare(h, ...p) : [])] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
   put("map-read", ...found);
   put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received" : exact ? "Each query’s strongest keys, exactly; bars: share received"
     : `Cells: what ${per} queries give to ${per} keys; bars: share received`, `, ${percent(tallest)} at most.`);

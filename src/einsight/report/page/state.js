@@ -75,11 +75,11 @@ function values(h) {
   const column = columnOf(PART, h, k, S.hide);
   return column && (S.measure === "weight" ? column : column.map((w, query) => w * factor(h, query, k)));
 }
-function received(h) {
-  if (S.scope === "head") return receivedOf(PART, h, S.hide);
+function received(h, hide = S.hide) {
+  if (S.scope === "head") return receivedOf(PART, h, hide);
   const { layer } = PART.heads[h];
   const heads = S.scope === "layer" ? Array.from({ length: layer.heads }, (_, n) => layer.from + n) : [...PART.heads.keys()];
-  return receivedBy(PART, heads, S.hide);
+  return receivedBy(PART, heads, hide);
 }
 
 /* Kinds of heads: the first threshold that a head reaches. */

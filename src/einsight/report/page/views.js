@@ -58,14 +58,27 @@ function drawReading() {
     const masked = found && !PART.cross && found.some(Number.isNaN);
     line.push(masked ? PART.future ? "; grey is still ahead of it." : "; grey is masked." : ".");
     if (!PART.whole) line.push(` Its ${strongestKeys(PART, h, q).length} strongest keys, which are all that is shown, cover ${percent(covered(h, q))}.`);
-    if (S.hide) line.push(` The hidden token takes ${percent(rawWeight(PART, h, q, PART.first) || 0)}; the rest is scaled up.`);
   } else {
     line.push(named(PART.keys, k), " is looked at by ", ...(names.length ? names : ["no one much"]));
     line.push(found && !PART.cross && found.some(Number.isNaN) ? PART.future ? "; grey came before it." : "; grey can’t see it." : ".");
     if (!PART.whole) line.push(" Only those count that have it among their strongest keys.");
   }
+  line.push(...hiddenShare(h, q, k));
   if (PART.gaps && S.direction !== "sum" && !PART.whole) line.push(" Some keys inside the range are masked too.");
   put("text-read", ...line);
+}
+/* What the switch took away from what is pointed at, since it may have been nearly all. */
+function hiddenShare(h, q, k) {
+  if (!S.hide || !PART.heads[h].layer.arrays) return [];
+  const first = named(PART.keys, PART.first), sum = S.direction === "sum";
+  if (sum || (S.direction === "in" && q === null)) {
+    const share = sum && S.scope !== "head" ? received(h, false)[PART.first] : receivedOf(PART, h, false)[PART.first];
+    return [" Hidden: ", first, ", which receives ", bold(percent(share)), " of all attention on average; the rest is scaled up."];
+  }
+  if (q === null) return [];
+  const w = rawWeight(PART, h, q, PART.first), whose = S.direction === "in" ? [" of what ", named(PART.queries, placeOf(q)), " has"] : [];
+  if (Number.isNaN(w)) return [" It can’t see ", first, ", which is hidden."];
+  return [" Hidden: ", first, ", which takes ", bold(percent(w)), ...whose, scaled(PART, h, q) ? "; the rest is scaled up." : "; too little is left to show."];
 }
 /* In a long text what a token looks at may be far from it: its name leads there. */
 function tokenLink(list, n) {
