@@ -269,8 +269,19 @@ def test_finding_words_and_heads(visit, text):
     second = state(page, "focus")
     press(page, "Enter")
     assert {first, second, state(page, "focus")} == {1, 8, 18}
+    assert said(page, "found") == "3 places"
     press(page, "Escape")
     assert page.evaluate("S.found") == []
+    assert not page.locator("#found").is_visible()
+    for asked, answer in [
+        ("owls", "nowhere in the text"),
+        ("L9H1", "no head L9H1 here, nor such a text"),
+        ("owl", "3 places"),
+    ]:
+        page.fill("#find", asked)
+        settled(page)
+        assert said(page, "found") == answer
+        assert page.locator("#found").is_visible()
     for asked, head in [("L2H1", 7), ("3.2", 11), ("0 0", 0)]:
         page.fill("#find", asked)
         settled(page)
@@ -444,6 +455,10 @@ def test_cross_attention(visit, tmp_path):
     page.keyboard.type("w")
     settled(page)
     assert (page.evaluate("S.found"), page.evaluate("S.foundKeys")) == ([], [3])
+    assert said(page, "found") == "0 places in the queries, 1 place in the keys"
+    page.fill("#find", "no")
+    settled(page)
+    assert said(page, "found") == "nowhere in the texts"
 
 
 def test_parts(visit, tmp_path):
@@ -619,3 +634,28 @@ def test_patches_are_called_patches(visit, tmp_path):
         assert "token" not in found
         assert "patch" in found
     assert "first key" in found
+
+
+def test_on_a_phone_the_numbers_stay_in_sight(visit, tmp_path):
+    weights = torch.softmax(torch.randn(1, 9, 200, 200), -1)
+    page = visit(
+        report.html(weights, tmp_path / "page.html", tokens=[f" word{n}" for n in range(200)]),
+        {"width": 390, "height": 844},
+        has_touch=True,
+        is_mobile=True,
+    )
+    for n in (3, 60, 120):
+        page.evaluate(f"""scrollBy(0, LISTS[0].tokens[{n}].getBoundingClientRect().top - 200)""")
+        token(page, n).tap()
+        settled(page)
+        line = page.locator("#text-read").bounding_box()
+        assert f"word{n}{n} looks at" in said(page, "text-read")
+        assert line["y"] >= 0 and line["y"] + line["height"] <= 844
+        assert page.evaluate(
+            f"document.elementFromPoint({line['x'] + 9}, {line['y'] + 12}).closest('#text-read') !== null"
+        )
+    for grid, line in [("#all", "#all-read"), ("#map", "#map-read")]:
+        page.evaluate(f"scrollBy(0, document.querySelector('{grid}').getBoundingClientRect().top - 640)")
+        settled(page)
+        box = page.locator(line).bounding_box()
+        assert box["y"] + box["height"] <= 844

@@ -4,7 +4,7 @@ function find(text, step) {
   const head = /^\s*L?(\d+)\s*[.,: H]\s*H?(\d+)\s*$/i.exec(text);
   if (head) {
     const h = PART.heads.findIndex(one => one.layer.number === +head[1] && one.head === +head[2]);
-    if (h >= 0) return set({ head: h, hovered: null, found: [], foundKeys: [] });
+    if (h >= 0) { tellFound(`${PART.heads[h].name} is chosen`); return set({ head: h, hovered: null, found: [], foundKeys: [] }); }
   }
   const here = matches(PART.queries, text), there = PART.cross ? matches(PART.keys, text) : here;
   const change = { found: here.all, foundKeys: there.all };
@@ -14,7 +14,16 @@ function find(text, step) {
     if (next !== undefined) Object.assign(change, { focus: next, pinned: true, other: null, kept: null }, PART.cross ? { direction: inKeys ? "in" : "out" } : {});
     if (next !== undefined) reveal(next, inKeys ? "key" : "query");
   } else if (here.ends.length) reveal(here.ends[0]);
+  const many = n => plural(n, "place"), all = PART.cross ? here.ends.length + there.ends.length : here.ends.length;
+  if (!text.trim()) tellFound("");
+  else if (!all) tellFound(/^\s*L\d+\s*H?\d*\s*$/i.test(text) || head ? `no head ${text.trim()} here, nor such a text` : `nowhere in the text${PART.cross ? "s" : ""}`, true);
+  else tellFound(PART.cross ? `${many(here.ends.length)} in the queries, ${many(there.ends.length)} in the keys` : many(all));
   set(change);
+}
+function tellFound(words, none = false) {
+  put("found", words);
+  $("found").classList.toggle("none", none);
+  $("find").setAttribute("aria-invalid", none);
 }
 
 /* The tokens that a text lies in, and the last one of each place where it is found. */
