@@ -9,7 +9,7 @@ async function show(part) {
   buildPart();
   S.focus = q === null ? null : placeOf(q);
   draw();
-  if (S.focus !== null && part.queries.text.length > LONG) reveal(S.focus);
+  if (S.focus !== null && isLong(part.queries)) reveal(S.focus);
   document.documentElement.dataset.shown = part.number;
   for (const l of part.layers.keys()) {                            // the other layers, while nothing else happens
     if (PART !== part) return;

@@ -2,19 +2,22 @@
 
 let LISTS = [];                                                    // one text, or queries and keys
 const LONG = 220;
+const isLong = data => data.text.length > (PART.cross ? 40 : LONG);  // two texts share the room of one
 
 function buildTexts() {
   const holder = $("texts");
   holder.replaceChildren();
   LISTS = PART.cross ? [textList("query", PART.queries), textList("key", PART.keys)] : [textList("both", PART.keys)];
+  holder.className = PART.cross ? "two" : "";
   for (const list of LISTS) {
-    if (PART.cross) holder.append(el("p", "caption", list.side === "query" ? "The queries: who looks" : "The keys: what is looked at"));
-    holder.append(list.ruler ? el("div", "scroll", list.root, list.ruler.canvas) : list.root);
+    const box = list.ruler ? el("div", "scroll", list.root, list.ruler.canvas) : list.root;
+    if (!PART.cross) holder.append(box);
+    else holder.append(el("div", "pane " + list.side, el("p", "caption", list.side === "query" ? "The queries: who looks" : "The keys: what is looked at"), box));
   }
 }
 
 function textList(side, data) {
-  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (data.text.length > LONG ? " long" : "")), patches: null, ruler: null };
+  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (isLong(data) ? " long" : "")), patches: null, ruler: null };
   const patches = PART.patches && side !== "query" ? PART.patches : null;
   list.root.tabIndex = 0;
   list.root.setAttribute("role", "group");
@@ -60,7 +63,7 @@ function textList(side, data) {
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
   breakLine();
-  if (data.text.length > LONG) {
+  if (isLong(data)) {
     list.lines = [...list.root.querySelectorAll("p")];
     list.lineOf = list.tokens.map(token => token && token.closest("p"));
     list.ruler = rulerOf(list);
@@ -167,7 +170,25 @@ function drawTexts() {
     });
     list.ruler?.paint(shown, most, focus, other);
     list.patches?.paint(shown, most, focus, other, focusShows);
+    if (PART.cross && list.ruler && found && S.direction !== "sum" && !focusIsIn(list)) follow(list, shown);
   }
+}
+
+/* Of two texts the one that answers scrolls to its strongest token, unless one half as strong is in sight. */
+let followed = "";
+function follow(list, shown) {
+  const name = [PART.number, current(), S.direction, S.focus, S.hide, S.measure].join();
+  if (name === followed) return;
+  followed = name;
+  requestAnimationFrame(() => {
+    const best = shown.reduce((top, x, n) => x > (shown[top] || 0) ? n : top, 0), box = list.root.getBoundingClientRect();
+    const inSight = [...shown.keys()].some(n => {
+      if (!(shown[n] >= shown[best] / 2) || !list.tokens[n]) return false;
+      const at = list.tokens[n].getBoundingClientRect();
+      return at.top >= box.top && at.bottom <= box.bottom - 12;
+    });
+    if (!inSight) reveal(best, list.side);
+  });
 }
 
 /* Of a long text the lines that are masked as a whole turn grey as a whole: a move may pass thousands of tokens. */

@@ -82,7 +82,7 @@ function hiddenShare(h, q, k) {
 }
 /* In a long text what a token looks at may be far from it: its name leads there. */
 function tokenLink(list, n) {
-  if (list.text.length <= LONG) return named(list, n);
+  if (!isLong(list)) return named(list, n);
   const link = el("button", "link", named(list, n));
   link.onclick = () => reveal(n, list === PART.keys ? "key" : "query");
   return link;
