@@ -689,3 +689,56 @@ def test_on_a_phone_the_numbers_stay_in_sight(visit, tmp_path):
     settled(page)
     box = page.locator("#map-read").bounding_box()
     assert box["y"] + box["height"] <= 844
+
+
+def test_plain_words_do_not_run_together(visit, tmp_path):
+    words = ["The", "owl", "saw", "the", "mouse", ",", "and", "the", "owl", "(", "old", ")", "saw", "the", "moon", "."]
+    dense = torch.softmax(torch.randn(1, 2, len(words), len(words)), -1)
+    page = visit(report.html(dense, tmp_path / "page.html", tokens=words))
+    assert (
+        " ".join(page.locator(".text").inner_text().split())
+        == "The owl saw the mouse, and the owl ( old) saw the moon."
+    )
+    gap = (
+        token(page, 1).bounding_box()["x"] - token(page, 0).bounding_box()["x"] - token(page, 0).bounding_box()["width"]
+    )
+    assert gap >= 5
+    page.fill("#find", "the owl")
+    settled(page)
+    assert page.evaluate("S.found") == [0, 1, 7, 8]
+
+
+HEBREW = ["\u05e9\u05dc\u05d5\u05dd", " \u05dc\u05da", " Alice", " in", " Wonder", "land", " \u05e7\u05e8\u05d0"]
+
+
+def test_text_that_runs_to_the_left(visit, tmp_path):
+    tokens = [*HEBREW, "\n", " left", " again"]
+    dense = torch.softmax(torch.randn(1, 2, 10, 10), -1)
+    page = visit(report.html(dense, tmp_path / "page.html", tokens=tokens))
+    at = page.evaluate("LISTS[0].tokens.map(t => t.getBoundingClientRect().x)")
+    assert at[0] > at[1] > at[5] > at[4] > at[3] > at[2] > at[6]  # Hebrew to the left, the English in it to the right
+    assert at[8] < at[9]
+    for n in range(6):
+        point(page, n)
+        assert state(page, "focus") == n
+        colours = page.evaluate("LISTS[0].tokens.map(t => t.style.backgroundColor !== '')")
+        assert colours == page.evaluate("Array.from(values(current()), x => Math.sqrt(x) >= .055)")
+    page.evaluate("set({ focus: 1, pinned: true })")
+    press(page, "ArrowLeft")
+    assert state(page, "focus") == 2
+    press(page, "ArrowRight")
+    assert state(page, "focus") == 1
+    page.evaluate("set({ focus: 8, pinned: true })")
+    press(page, "ArrowRight")
+    assert state(page, "focus") == 9
+
+
+def test_joiners_stay_where_they_join(visit, tmp_path):
+    tokens = ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", " \U0001f468\u200d\U0001f469", " \u2764\ufe0f"]
+    tokens += [" a\u200cb", " \u200d"]
+    tokens += [" \u0915\u094d\u200d\u0937", "\u202e\u200b"]
+    dense = torch.softmax(torch.randn(1, 2, 7, 7), -1)
+    page = visit(report.html(dense, tmp_path / "page.html", tokens=tokens))
+    texts = [token(page, n).text_content() for n in range(7)]
+    assert texts == [*(t.strip() for t in tokens[:3]), "a‹200c›b", "‹200d›", tokens[5].strip(), "‹202e›‹200b›"]
+    assert page.evaluate("spoken(PART.keys, 0)") == tokens[0]

@@ -25,7 +25,7 @@ from einsight.report.picture import picture
 from einsight.report.question import question
 from einsight.report.source import Layer, parts
 from einsight.report.survey import lengths, survey
-from einsight.report.text import Piece, texts
+from einsight.report.text import Piece, apart, texts
 
 SCRIPTS = ("data", "basics", "state", "grids", "tokens", "patches", "map", "views", "keys", "start")
 
@@ -210,7 +210,7 @@ def _patches(start: int, grid: tuple[int, int]) -> dict[str, int]:
 
 def _spelled(pieces: Sequence[Piece]) -> dict[str, Any]:
     cut = {n: [piece.part, piece.of] for n, piece in enumerate(pieces) if piece.of > 1}
-    return {"text": [piece.text for piece in pieces], "cut": cut}
+    return {"text": [piece.text for piece in pieces], "cut": cut, "apart": apart(pieces)}
 
 
 def _title(source: Any) -> str:

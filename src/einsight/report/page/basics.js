@@ -40,9 +40,19 @@ const commas = nodes => nodes.flatMap((node, n) => n ? [", ", ...node] : node);
 
 /* A token's text with what can't be seen made visible; in sentences without the space before it. */
 const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u00a0\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\ufffb]/g;
-const visible = text => text
-  .replace(/\r\n|\n|\r/g, "↵").replace(/\t/g, "⇥")
-  .replace(HIDDEN, c => c === "\u00a0" ? "⍽" : `‹${c.codePointAt(0).toString(16).padStart(4, "0")}›`);
+/* Where letters are joined, or emoji, the characters that say how are part of the writing. */
+const JOINED = /(?<=[\p{Script=Arab}\p{Script=Syrc}\p{Script=Mong}\p{Script=Nkoo}\p{Script=Deva}\p{Script=Beng}\p{Script=Guru}\p{Script=Gujr}\p{Script=Orya}\p{Script=Taml}\p{Script=Telu}\p{Script=Knda}\p{Script=Mlym}\p{Script=Sinh}\p{M}])[\u200c\u200d]|[\u200c\u200d](?=[\p{Script=Arab}\p{Script=Syrc}])|(?<=[\p{Extended_Pictographic}\p{Emoji_Modifier}\ufe0f])\u200d|(?<=[\p{Emoji}\p{Script=Han}\p{Script=Mong}])[\ufe0e\ufe0f]/u;
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+const joins = new RegExp(JOINED.source, "gu");
+function joiners(text) {
+  return new Set([...text.matchAll(joins)].map(found => found.index));
+}
+function visible(text) {
+  const kept = /[\u200c\u200d\ufe0e\ufe0f]/.test(text) ? joiners(text) : null;
+  return coded(text.replace(HIDDEN, (c, at) => kept?.has(at) ? c : c === "\u00a0" ? "⍽" : `‹${c.codePointAt(0).toString(16).padStart(4, "0")}›`));
+}
+const coded = text => text
+  .replace(/\r\n|\n|\r/g, "↵").replace(/\t/g, "⇥");
 function spoken(list, n) {
   const text = list.text[n], cut = list.cut[n], bare = visible(text.trim() || text.replace(/ /g, "␣") || "∅");
   return (bare.length > 24 ? bare.slice(0, 23) + "…" : bare) + (cut ? ` ${cut[0] + 1}/${cut[1]}` : "");

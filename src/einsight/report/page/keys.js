@@ -31,7 +31,7 @@ function matches(list, text) {
   const needle = text.toLowerCase(), all = [], ends = [];
   if (!needle.trim()) return { all, ends };
   let whole = "";
-  const starts = list.text.map((token, n) => { const at = whole.length; if (!list.cut[n]?.[0]) whole += token.toLowerCase(); return at; });
+  const starts = list.text.map((token, n) => { const at = whole.length; if (!list.cut[n]?.[0]) whole += token.toLowerCase() + (gapAfter(list, n) ? " " : ""); return at; });
   for (let at = whole.indexOf(needle); at >= 0; at = whole.indexOf(needle, at + 1)) {
     const from = at + (needle[0] === " " ? 1 : 0), to = at + needle.length;
     const hit = starts.map((_, n) => n).filter(n => starts[n] < to && (starts[n + 1] ?? whole.length) > from);
@@ -45,6 +45,9 @@ function matches(list, text) {
 function moveToken(step) {
   const list = S.direction === "out" ? PART.queries : PART.keys, low = S.direction === "out" && !PART.cross ? PART.offset : 0;
   const high = S.direction === "out" && !PART.cross ? PART.offset + PART.i - 1 : list.text.length - 1;
+  // Where the text runs to the left, so do the arrows.
+  const line = LISTS.at(-1).tokens[S.focus]?.closest("p");
+  if (line?.dir && getComputedStyle(line).direction === "rtl") step = -step;
   const focus = clamp(S.focus === null ? (step > 0 ? low : high) : S.focus + step, low, high);
   set({ focus, pinned: true, other: null, kept: null });
   reveal(focus, S.direction === "out" ? "query" : "key");

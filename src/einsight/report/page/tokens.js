@@ -32,6 +32,7 @@ function textList(side, data) {
   const breakLine = () => {
     endWord();
     if (line.childNodes.length) list.root.append(line);
+    if (RIGHT_TO_LEFT.test(line.textContent)) { line.dir = "auto"; line.classList.add("shaped"); }
     line = el("p");
   };
   data.text.forEach((text, n) => {
@@ -55,11 +56,11 @@ function textList(side, data) {
       if (line.childNodes.length) line.append(" ");
     }
     word.push(token);
-    if (!PART.named || (/ $/.test(text) && !goesOn)) {
+    const next = data.text[n + 1] ?? "";
+    if (!PART.named || (/ $/.test(text) && !goesOn) || gapAfter(data, n)) {
       endWord();
       line.append(" ");
     }
-    const next = data.text[n + 1] ?? "";
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
   breakLine();
@@ -71,6 +72,9 @@ function textList(side, data) {
   textEvents(list);
   return list;
 }
+
+/* Plain words come without their spaces: one is put between them, but not before a mark that ends a phrase. */
+const gapAfter = (data, n) => data.apart && n + 1 < data.text.length && !(data.cut[n + 1]?.[0] > 0) && !/^[.,;:!?…)\]}’”»،؛؟]+$/.test(data.text[n + 1]);
 
 /* A token's own text; one space before a word is the gap between tokens, any other is drawn. */
 function tokenSpan(data, n) {
