@@ -742,3 +742,52 @@ def test_joiners_stay_where_they_join(visit, tmp_path):
     texts = [token(page, n).text_content() for n in range(7)]
     assert texts == [*(t.strip() for t in tokens[:3]), "a‹200c›b", "‹200d›", tokens[5].strip(), "‹202e›‹200b›"]
     assert page.evaluate("spoken(PART.keys, 0)") == tokens[0]
+
+
+def run_of_images(tmp_path, before=("<pad>",) * 20):
+    torch.manual_seed(0)
+    tokens = [*before, "<s>", " see", ":", *["<image>"] * 64, "\n", *[" a", " cat", " sat", " a", " cat", " sat", "."]]
+    n = len(tokens)
+    kept = torch.tensor([token != "<pad>" for token in tokens])
+    q, k = torch.randn(1, 3, n, 8), torch.randn(1, 3, n, 8)
+    weights = es.AttentionWeights(q, k, es.causal() & es.padding(kept[None]))
+    return weights, tokens, report.html(weights, tmp_path / "page.html", tokens=tokens)
+
+
+def test_runs_of_special_tokens_are_folded(visit, tmp_path):
+    weights, tokens, path = run_of_images(tmp_path)
+    page = visit(path)
+    folds = page.locator(".fold")
+    assert folds.all_inner_texts() == ["+ 19 more", "+ 63 more"]
+    assert token(page, 23).is_visible() and not token(page, 24).is_visible()
+    head, last = state(page, "head"), len(tokens) - 1
+    point(page, last)
+    row = weights[0, head, last]
+    assert int(folds.nth(1).get_attribute("data-w")) == pytest.approx(100 * float(row[24:87].sum()), abs=1.5)
+    assert "off" in folds.nth(0).get_attribute("class")
+    page.evaluate("set({ focus: 23, pinned: true })")
+    press(page, "ArrowRight")
+    assert state(page, "focus") == 87  # past what is folded
+    press(page, "ArrowLeft")
+    assert state(page, "focus") == 23
+    folds.nth(1).click()
+    settled(page)
+    assert token(page, 60).is_visible()
+    assert folds.all_inner_texts() == ["+ 19 more", "fold"]
+    assert folds.nth(1).get_attribute("data-w") is None
+    folds.nth(1).click()
+    page.evaluate("set({ focus: 60, pinned: true }); reveal(60)")
+    settled(page)
+    assert token(page, 60).is_visible()
+    page.evaluate("set({ focus: 3 })")
+    settled(page)
+    assert said(page, "text-read") == "<pad>3 is padding: it counts nowhere."
+
+
+@pytest.mark.parametrize("before", [("<pad>",) * 20, ()])
+def test_opens_on_a_token_that_means_something(visit, tmp_path, before):
+    _, tokens, path = run_of_images(tmp_path, before)
+    page = visit(path)
+    assert state(page, "statistic") == "entropy"
+    assert tokens[state(page, "focus")] not in ("<pad>", "<image>")
+    assert page.evaluate("PART.first") == len(before)

@@ -48,7 +48,10 @@ function moveToken(step) {
   // Where the text runs to the left, so do the arrows.
   const line = LISTS.at(-1).tokens[S.focus]?.closest("p");
   if (line?.dir && getComputedStyle(line).direction === "rtl") step = -step;
-  const focus = clamp(S.focus === null ? (step > 0 ? low : high) : S.focus + step, low, high);
+  let focus = clamp(S.focus === null ? (step > 0 ? low : high) : S.focus + step, low, high);
+  // What is folded is passed over.
+  const fold = foldAt(LISTS.at(S.direction === "out" ? 0 : -1), focus);
+  if (fold?.rest.hidden) focus = clamp(step > 0 ? fold.to : fold.from - 1, low, high);
   set({ focus, pinned: true, other: null, kept: null });
   reveal(focus, S.direction === "out" ? "query" : "key");
 }

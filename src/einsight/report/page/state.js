@@ -115,19 +115,22 @@ function openPart(part) {
   part.best = part.percent || part.kept.includes("write") ? "write" : part.kept.includes("value") ? "value" : "weight";
   Object.assign(S, { hovered: null, kind: null, only: null, least: 0, focus: null, other: null, kept: null, pinned: false, found: [], foundKeys: [],
     direction: "out", measure: part.kept.includes(S.measure) ? S.measure : "weight" });
-  if (!(S.statistic in part.score)) S.statistic = "induction" in part.score ? "induction" : Object.keys(part.score)[0];
+  if (!(S.statistic in part.score)) S.statistic = part.targets ? "induction" : Object.keys(part.score)[0];
   S.head = opening(part);
 }
 
 /* Open on a finding: the strongest induction head, or else the most decided one that does not rest on the first token. */
 function opening(part) {
-  const by = part.score.induction ?? part.score_without.strongest;
+  const by = part.targets ? part.score.induction : part.score_without.strongest;
   return by.indexOf(by.reduce((a, b) => Math.max(a, b), -1));
 }
-/* And at the token where it is strongest. */
+/* And at the token where it is strongest; where there are others not at padding, nor inside a run of special tokens. */
 function strongestQuery(part, h) {
   let best = null, most = -1;
-  for (let q = 0; q < part.i; q++) {
+  const told = part.queries, first = part.cross ? 0 : part.offset;
+  const dull = n => (!part.cross && part.padded.has(n)) || (isSpecial(told.text[n] ?? "") && (told.text[n - 1] === told.text[n] || told.text[n + 1] === told.text[n]));
+  const all = Array.from({ length: part.i }, (_, q) => q), worth = all.filter(q => !dull(q + first));
+  for (const q of worth.length ? worth : all) {
     let w;
     if (part.targets) w = part.targets[q] >= 0 ? rawWeight(part, h, q, part.targets[q]) : -1;
     else w = strongestKey(part, h, q)[1];

@@ -17,12 +17,12 @@ function buildTexts() {
 }
 
 function textList(side, data) {
-  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (isLong(data) ? " long" : "")), patches: null, ruler: null };
+  const list = { side, data, tokens: [], state: [], folds: [], root: el("div", "text" + (isLong(data) ? " long" : "")), patches: null, ruler: null };
   const patches = PART.patches && side !== "query" ? PART.patches : null;
   list.root.tabIndex = 0;
   list.root.setAttribute("role", "group");
   list.root.setAttribute("aria-label", side === "key" ? "the keys" : side === "query" ? "the queries" : "the text");
-  let line = el("p"), word = [];
+  let line = el("p"), word = [], fold = null, within = 0;
   // The tokens of a word stay together, unless it is longer than a line may be.
   const endWord = () => {
     const letters = word.reduce((sum, token) => sum + token.textContent.length, 0);
@@ -50,6 +50,16 @@ function textList(side, data) {
     }
     const token = tokenSpan(data, n);
     list.tokens[n] = token;
+    if (n < within) { fold.rest.append(token); return; }
+    const count = runAt(data, n);
+    if (count >= FOLD) {
+      endWord();
+      fold = foldOf(n, count, text);
+      list.folds.push(fold);
+      within = n + count;
+      line.append(" ", token, fold.button, fold.rest, " ");
+      return;
+    }
     const goesOn = data.cut[n]?.[0] > 0;                           // a character's other tokens: nothing between them
     if (/^ /.test(text) && !goesOn) {
       endWord();
@@ -72,6 +82,46 @@ function textList(side, data) {
   textEvents(list);
   return list;
 }
+
+/* Long runs of one special token, or of padding, are folded: the first stands for itself, a button for the rest. */
+const FOLD = 8;
+const isSpecial = text => /^\s*(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$/.test(text);
+function runAt(data, n) {
+  const text = data.text[n];
+  if (data.text[n - 1] === text || !(isSpecial(text) || (data === PART.keys && PART.padded.has(n)))) return 1;
+  let end = n + 1;
+  while (data.text[end] === text && end !== PART.prompt) end++;
+  return end - n;
+}
+function foldOf(from, count, text) {
+  const button = el("button", "fold"), rest = el("span", "rest");
+  const open = shown => {
+    rest.hidden = !shown;
+    button.setAttribute("aria-expanded", shown);
+    button.textContent = shown ? "fold" : `+ ${(count - 1).toLocaleString("en")} more`;
+  };
+  button.title = `${count} × ${text.trim()}, tokens ${from} to ${from + count - 1}: click to show or fold them`;
+  button.onclick = event => { event.stopPropagation(); open(rest.hidden); set({}); };
+  open(false);
+  return { from: from + 1, to: from + count, button, rest, open, state: "" };
+}
+/* What all tokens of a fold have together. */
+function drawFolds(list, shown, most, write, fewest) {
+  for (const fold of list.folds) {
+    let sum = 0, any = false;
+    if (shown && fold.rest.hidden) for (let n = fold.from; n < fold.to; n++) if (!Number.isNaN(shown[n])) { sum += shown[n]; any = true; }
+    const part = Math.min(1, Math.sqrt(sum / most)), seen = part >= .055, label = part >= fewest ? write(sum) : "";
+    const state = [seen ? level(part) : -1, shown && !any && fold.rest.hidden, label].join();
+    if (state === fold.state) continue;
+    fold.state = state;
+    fold.button.style.backgroundColor = seen ? rgb(shade(part)) : "";
+    fold.button.style.color = seen ? over(shade(part)) : "";
+    fold.button.classList.toggle("off", Boolean(shown && !any && fold.rest.hidden));
+    if (label) fold.button.dataset.w = label;
+    else delete fold.button.dataset.w;
+  }
+}
+const foldAt = (list, n) => list.folds.find(fold => n >= fold.from && n < fold.to);
 
 /* Plain words come without their spaces: one is put between them, but not before a mark that ends a phrase. */
 const gapAfter = (data, n) => data.apart && n + 1 < data.text.length && !(data.cut[n + 1]?.[0] > 0) && !/^[.,;:!?…)\]}’”»،؛؟]+$/.test(data.text[n + 1]);
@@ -172,6 +222,7 @@ function drawTexts() {
       token.className = "t" + (seen ? " seen" : "") + (masked ? " off" : "") + (hidden ? " hid" : "") + (flags & 2048 ? " focus" : "")
         + (flags & 4096 && flags & 2048 ? " pin" : "") + (flags & 8192 ? " other" : "") + (flags & 16384 ? " found" : "");
     });
+    drawFolds(list, shown, most, write, fewest);
     list.ruler?.paint(shown, most, focus, other);
     list.patches?.paint(shown, most, focus, other, focusShows);
     if (PART.cross && list.ruler && found && S.direction !== "sum" && !focusIsIn(list)) follow(list, shown);
@@ -219,6 +270,8 @@ const repaint = () => { for (const list of LISTS) list.state = []; };
 function reveal(place, side = "query") {
   const list = LISTS.find(one => one.side === "both" || one.side === side), token = list?.tokens[place];
   if (!token) return;
+  const fold = foldAt(list, place);
+  if (fold?.rest.hidden) fold.open(true);
   if (!list.ruler) return token.scrollIntoView({ block: "nearest" });
   const box = list.root.getBoundingClientRect(), at = token.getBoundingClientRect();
   if (at.top < box.top + 20 || at.bottom > box.bottom - 30) list.root.scrollTop += at.top - box.top - box.height / 2;

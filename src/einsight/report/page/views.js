@@ -52,6 +52,7 @@ function drawReading() {
     line.push("Most received: ", ...(names.length ? names : ["nothing stands out"]), ".");
     if (focus !== null && found && k !== null) line.push(" Here ", named(PART.keys, k), " ", percent(found[k]), ".");
   } else if (focus === null) line.push(PART.cross && PART.patches ? "Point at a token or a patch." : `Point at a ${PART.thing}.`);
+  else if (!PART.cross && PART.padded.has(focus)) line.push(named(PART.keys, focus), " is padding: it counts nowhere.");
   else if (S.direction === "out" && q === null) line.push(named(PART.keys, focus), " was not a query here.");
   else if (S.direction === "out") {
     line.push(named(PART.queries, placeOf(q)), " looks at ", ...(names.length ? names : ["nothing in particular"]));
