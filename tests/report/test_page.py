@@ -791,3 +791,36 @@ def test_opens_on_a_token_that_means_something(visit, tmp_path, before):
     assert state(page, "statistic") == "entropy"
     assert tokens[state(page, "focus")] not in ("<pad>", "<image>")
     assert page.evaluate("PART.first") == len(before)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(3, 300), (1000, 2), (120, 60)])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_many_heads_scroll_in_their_box(visit, tmp_path, layers, heads, width):
+    torch.manual_seed(0)
+    one = torch.softmax(torch.randn(1, heads, 5, 5), -1)
+    path = report.html(tuple(one.roll(n, 1) for n in range(layers)), tmp_path / "page.html", tokens=[*"abcde"])
+    page = visit(path, {"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("all", "each"):
+        box = page.locator(f"#{name}").locator("..").bounding_box()
+        assert box["height"] <= 320 and box["x"] + box["width"] <= width
+        at = page.evaluate(f"({{ ...$('{name}').geometry, at: null, grid: null }})")
+        assert at["wide"] >= 6 and at["high"] >= 7
+    last = layers * heads - 1
+    page.evaluate(f"set({{ head: {last} }})")
+    settled(page)
+    settled(page)
+    wide, high, left, top = (page.evaluate(f"$('all').geometry.{name}") for name in ("wide", "high", "left", "top"))
+    canvas = page.locator("#all").bounding_box()
+    x, y = 30 + (layers - 0.5) * wide - left, (heads - 0.5) * high - top
+    assert 30 <= x <= canvas["width"] and 0 <= y <= canvas["height"] - 20
+    page.locator("#all").hover(position={"x": x - wide, "y": y})
+    settled(page)
+    assert state(page, "hovered") == last - heads
+    page.locator("#all").click(position={"x": x, "y": y})
+    page.evaluate("document.querySelector('.pan').scrollTo(0, 0)")
+    settled(page)
+    settled(page)
+    page.locator("#all").click(position={"x": 30 + 1.5 * wide, "y": 1.5 * high})
+    settled(page)
+    assert state(page, "head") == heads + 1

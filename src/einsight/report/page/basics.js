@@ -63,10 +63,29 @@ function named(list, n) {
   return made;
 }
 
+/* The numbers of the largest few, largest first: of thousands a sort takes too long for every move. */
+function strongestOf(list, count) {
+  const found = [];
+  for (let n = 0; n < list.length; n++) {
+    if (found.length === count && !(list[n] > list[found[count - 1]])) continue;
+    let at = found.length;
+    while (at > 0 && list[n] > list[found[at - 1]]) at--;
+    found.splice(at, 0, n);
+    if (found.length > count) found.pop();
+  }
+  return found;
+}
+
+/* How wide a picture may be: read before anything is written, since reading afterwards would lay out the page twice. */
+const WIDTHS = {};
+const measureWidths = () => { for (const id of ["all", "each", "map"]) WIDTHS[id] = $(id).closest("section").clientWidth; };
+const widthOf = id => WIDTHS[id];
+
 /* A canvas as wide as its place, sharp on any screen. */
-function canvas(id, height, width = $(id).parentElement.clientWidth) {
+function canvas(id, height, width = widthOf(id)) {
   const c = $(id), dpr = devicePixelRatio || 1, w = Math.round(width * dpr), h = Math.round(height * dpr);
   c.style.height = height + "px";
+  c.style.width = width + "px";
   if (c.width !== w || c.height !== h) { c.width = w; c.height = h; }
   const g = c.getContext("2d");
   g.setTransform(dpr, 0, 0, dpr, 0, 0);

@@ -38,7 +38,7 @@ function view() {
 }
 
 function drawMap() {
-  const room = $("map").parentElement.clientWidth, dpr = devicePixelRatio || 1, v = view(), { i, j } = PART;
+  const room = widthOf("map"), dpr = devicePixelRatio || 1, v = view(), { i, j } = PART;
   // Whole pixels per cell where there is room for them, else as it fits; long sides may be squeezed.
   const fit = count => { const raw = room / count, even = Math.floor(raw * dpr) / dpr; return Math.min(even > raw * .9 ? even : raw, 30); };
   const square = Math.min(fit(j), fit(i)), all = i === j ? { w: square, h: square } : { w: fit(j), h: clamp(fit(i), 0, Math.max(10, fit(j) * 3)) };

@@ -5,6 +5,7 @@ const SCOPES = { head: "by this head", layer: "in its layer", all: "in all layer
 const MEASURES = { weight: "weights", value: "× value", write: "× output" };
 
 function draw() {
+  measureWidths();
   drawAll();
   drawEach();
   drawHeadline();
