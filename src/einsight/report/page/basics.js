@@ -64,10 +64,10 @@ function named(list, n) {
 }
 
 /* The numbers of the largest few, largest first: of thousands a sort takes too long for every move. */
-function strongestOf(list, count) {
+function strongestOf(list, count, least = -Infinity) {
   const found = [];
   for (let n = 0; n < list.length; n++) {
-    if (found.length === count && !(list[n] > list[found[count - 1]])) continue;
+    if (!(list[n] >= least) || (found.length === count && !(list[n] > list[found[count - 1]]))) continue;
     let at = found.length;
     while (at > 0 && list[n] > list[found[at - 1]]) at--;
     found.splice(at, 0, n);

@@ -74,6 +74,7 @@ function textList(side, data) {
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
   breakLine();
+  list.lengths = list.tokens.map(token => token ? token.textContent.length : 0);
   if (isLong(data)) {
     list.lines = [...list.root.querySelectorAll("p")];
     list.lineOf = list.tokens.map(token => token && token.closest("p"));
@@ -206,7 +207,7 @@ function drawTexts() {
       const x = shown ? shown[n] : 0, hidden = S.hide && n === PART.first && list.side !== "query" && S.direction !== "in";
       const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && !ghosts?.has(list.lineOf[n]);
       let label = !shown || hidden || !(part >= fewest) ? "" : write(x);
-      room += token.textContent.length;
+      room += list.lengths[n];
       if (label && room < label.length + 1) label = "";
       if (label) room = 0;
       const flags = (seen ? level(part) + 1 : 0) | (masked ? 512 : 0) | (hidden ? 1024 : 0) | (n === focus && focusShows ? 2048 : 0)

@@ -45,7 +45,7 @@ function unit(h) {
 function drawReading() {
   const h = current(), found = values(h), list = S.direction === "in" ? PART.queries : PART.keys, measure = S.direction === "sum" ? "weight" : S.measure;
   const place = n => S.direction === "in" ? placeOf(n) : n, least = S.direction === "sum" ? .25 * largestReceived(found) : .01 * scaleOf(h);
-  const top = found ? [...found.keys()].filter(n => found[n] >= least).sort((a, b) => found[b] - found[a]).slice(0, 4) : [];
+  const top = found ? strongestOf(found, 4, least) : [];
   const names = commas(top.map(n => [tokenLink(list, place(n)), " " + amount(found[n], measure)]));
   const focus = S.focus, { q, k } = chosen(), line = [];
   if (!PART.heads[h].layer.arrays) line.push("Reading this layer…");
