@@ -824,3 +824,15 @@ def test_many_heads_scroll_in_their_box(visit, tmp_path, layers, heads, width):
     page.locator("#all").click(position={"x": 30 + 1.5 * wide, "y": 1.5 * high})
     settled(page)
     assert state(page, "head") == heads + 1
+
+
+def test_a_move_over_the_text_draws_no_grid_of_all_heads_anew(visit, text):
+    page = visit(text)
+    page.evaluate("globalThis.drawn = 0; const before = drawAll; drawAll = () => { drawn++; before(); }; 0")
+    for n in (3, 9, 14):
+        point(page, n)
+    assert page.evaluate("drawn") == 0
+    press(page, "s", "2", "f")
+    press(page, "ArrowDown")
+    assert page.evaluate("drawn") >= 2
+    assert page.evaluate("$('all').geometry.at[0]") == page.evaluate("cells(strongestOf(scores(), 99)).at[0]")

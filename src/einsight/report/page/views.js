@@ -4,9 +4,13 @@ const DIRECTIONS = { out: "looks at", in: "is looked at by", sum: "received" };
 const SCOPES = { head: "by this head", layer: "in its layer", all: "in all layers" };
 const MEASURES = { weight: "weights", value: "× value", write: "× output" };
 
+let allDrawn = "";
 function draw() {
   measureWidths();
-  drawAll();
+  // A move over the text changes nothing in the grid of all heads.
+  const shows = () => [PART.number, S.head, S.hovered, S.statistic, S.hide, S.sorted, S.least, S.kind, S.only, pans.all?.left, pans.all?.top, WIDTHS.all, devicePixelRatio, INK.dark].join();
+  if (shows() !== allDrawn) drawAll();
+  allDrawn = shows();
   drawEach();
   drawHeadline();
   drawTexts();
