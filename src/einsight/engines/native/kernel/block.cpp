@@ -30,7 +30,7 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
 // Scores of a tile, panel by panel, so that a panel stays in L1 while all rows use it. Marks in live[group] the panels
 // of which some row of the group sees a key; the others are not multiplied.
 static void score_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
-                       int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
+                       const Source &keys, int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
   int64_t query_stride = round_up(a.d, kMaxWidth);
   Real ignored[kGroup * kMaxWidth] = {};
   fill(work.tile_max, 0, rows.count * kMaxWidth, -kInfinity);
@@ -48,9 +48,16 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
         continue;
       }
       live[group] |= 1u << (key - tile_begin) / kPanel;
-      (a.pairs ? kScorePairs : kScorePanel)[count - 1](work.query + first * query_stride, query_stride,
-                                                       tile.keys + (key - tile_begin) * a.depth(), a.depth(), a.slab(), to,
-                                                       stride, plain ? top : ignored);
+      const Real *query = work.query + first * query_stride;
+      if (tile.keys)
+        (a.pairs ? kScorePairs : kScorePanel)[count - 1](query, query_stride, tile.keys + (key - tile_begin) * a.depth(),
+                                                         a.depth(), a.slab(), to, stride, plain ? top : ignored);
+      else
+        by_dtype(a.dtype, [&](auto element) {
+          constexpr Dtype dtype = dtype_of(decltype(element){});
+          (keys.stride == 1 ? score_rows<dtype, true> : score_rows<dtype, false>)(query, query_stride, count, keys, key,
+                                                                                  to, stride, plain ? top : ignored);
+        });
       if (plain) continue;
       for (int64_t r = 0; r < count; r++) adjust(a, s, first + r, key, to + r * stride, top + r * kMaxWidth);
     }
@@ -122,12 +129,13 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
   Sight s = look(a, task);
   begin(a, task, s, work, rows);
   Real exponent = a.unit() * kLog2e;
+  Source keys = keys_of(a, task.batch, task.group);
   for (int64_t t = s.block_lo / kTile; t * kTile < s.block_hi; t++) {
     Tile tile = packed_tile(a, task, packed, t);
     int64_t stride = a.keeps_weights() ? rows.weights_stride : kTile + 16;
     Real *scores = a.keeps_weights() ? rows.weights + t * kTile - rows.origin : work.scores;
     uint32_t live[kBlock / kGroup];
-    score_tile(a, s, rows, work, tile, t * kTile, scores, stride, live);
+    score_tile(a, s, rows, work, tile, keys, t * kTile, scores, stride, live);
     for (int64_t first = 0; first < rows.count; first += kGroup) {
       Span span = written(s, first / kGroup, t);
       if (span.begin >= span.end) continue;

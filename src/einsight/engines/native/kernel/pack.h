@@ -170,6 +170,7 @@ inline bool pack_pairs_of_rows(const Source &source, int64_t begin, Real *to) {
   return !(sum_lanes(spoiled) == 0.f);
 }
 
+// Keys too, unless `keys` is null.
 inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, Real *keys, Real *values,
                       uint8_t *unsafe) {
   if (a.pairs) {
@@ -179,18 +180,24 @@ inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t ti
   }
   by_dtype(a.dtype, [&](auto element) {
     constexpr Dtype dtype = dtype_of(decltype(element){});
-    pack_panels<dtype>(keys_of(a, batch, group), tile * kTile, keys);
+    if (keys) pack_panels<dtype>(keys_of(a, batch, group), tile * kTile, keys);
     *unsafe = a.value && pack_rows<dtype>(values_of(a, batch, group), tile * kTile, values);
   });
 }
 
 // A tile of keys and values. A value panel that begins at column c starts at values + c * steps, its rows apart by its
-// width; in place it starts at values + c, its rows apart by value_row.
+// width; in place it starts at values + c, its rows apart by value_row. No packed keys: they too are read in place.
 struct Tile {
   const Real *keys, *values;
   int64_t value_row;
   bool unsafe;
 };
+
+// Keys that only a few rows read are not worth a transposition. Under grad they are packed as they will be in the
+// backward, which finds the largest score by its bits.
+inline bool keys_in_place(const Request &a, const Packed &packed) {
+  return !packed.state && a.rows() <= kGroup && a.d % W == 0 && !a.pairs && !a.lse_rest;
+}
 
 // Values that only one block of rows reads are not worth a copy, unless rows lie so far apart that they would meet
 // in the same few lines of the cache. One row that stands for all, or is the only one, is copied: 0 tells a packed tile.
@@ -219,11 +226,11 @@ INLINE void pause() {
 // The packed tile, packing it if no thread has yet.
 inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int64_t tile) {
   int64_t position = packed.state ? tile : 0;
-  Real *keys = packed.keys + position * kTile * a.d;
+  Real *keys = keys_in_place(a, packed) ? nullptr : packed.keys + position * kTile * a.d;
   Real *values = packed.values + position * kTile * ValuePanels(a.e).padded();
   uint8_t *unsafe = packed.unsafe + position;
   if (values_in_place(a, packed)) {
-    pack_panels<kOwn>(keys_of(a, task.batch, task.group), tile * kTile, keys);
+    if (keys) pack_panels<kOwn>(keys_of(a, task.batch, task.group), tile * kTile, keys);
     int64_t at = task.batch * a.value_stride[0] + task.group * a.value_stride[1] + tile * kTile * a.value_stride[2];
     auto in_place = (const Real *)a.value + at;
     bool spoiled = a.value && any_not_finite(in_place, least(kTile, a.j - tile * kTile), a.e, a.value_stride[2]);

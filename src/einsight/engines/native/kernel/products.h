@@ -3,7 +3,7 @@
 //   output: A = weight rows [6][keys], B = a value panel [keys][width]
 // The five products of the gradients are the same two, and the second with A turned.
 #pragma once
-#include "simd.h"
+#include "pack.h"
 
 namespace einsight {
 inline namespace EINSIGHT_PRECISION {
@@ -55,6 +55,36 @@ void score_panel(const Real *query, int64_t query_stride, const Real *keys, int6
           store(tile_max + r * kMaxWidth, top);
         }
       }
+    }
+  }
+}
+
+// The same for a few rows, from keys as they lie in memory. Rows beyond the last key repeat it; nobody sees them.
+template <Dtype dtype, bool side_by_side>
+void score_rows(const Real *query, int64_t query_stride, int64_t rows, const Source &keys, int64_t key, Real *scores,
+                int64_t scores_stride, Real *tile_max) {
+  typedef typename Element<dtype>::type E;
+  constexpr int together = W < 8 ? W : 8;  // addresses enough for the registers
+  for (int column = 0; column < kPanel; column += W) {
+    const E *row[W];
+    for (int n = 0; n < W; n++) {
+      row[n] = (const E *)keys.data + least(key + column + n, keys.rows - 1) * keys.row;
+      for (int64_t k = 0; k < keys.width; k += 64 / (int64_t)sizeof(E)) __builtin_prefetch(row[n] + kAhead * keys.row + k);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      Vec c[W] = {};
+#pragma GCC unroll 2
+      for (int first = 0; first < W; first += together)
+        for (int64_t k = 0; k < keys.width; k += W) {
+          Vec x = load(query + r * query_stride + k);
+#pragma GCC unroll 8
+          for (int n = first; n < first + together; n++)
+            c[n] += x * (side_by_side ? load_as_float<dtype>(row[n] + k)
+                                      : load_some<dtype>(row[n] + k * keys.stride, keys.stride, W));
+        }
+      Vec found = sums_of_lanes(c);
+      store(scores + r * scores_stride + column, found);
+      store(tile_max + r * kMaxWidth, larger(found, load(tile_max + r * kMaxWidth)));
     }
   }
 }

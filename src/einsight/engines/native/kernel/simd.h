@@ -279,6 +279,15 @@ INLINE void transpose(Vec (&v)[W]) {
   }
 }
 
+// The sums of the lanes of W vectors, as one vector: half of a transposition, adding what it brings together.
+INLINE Vec sums_of_lanes(Vec (&v)[W]) {
+#pragma GCC unroll 4
+  for (int n = W / 2; n > 0; n /= 2)
+#pragma GCC unroll 8
+    for (int k = 0; k < n; k++) v[k] = interleave<0>(v[k], v[k + n], Lanes{}) + interleave<W / 2>(v[k], v[k + n], Lanes{});
+  return v[0];
+}
+
 }  // namespace EINSIGHT_LEVEL
 }  // namespace EINSIGHT_PRECISION
 }  // namespace einsight
