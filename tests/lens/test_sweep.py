@@ -51,7 +51,8 @@ def test_heads(model, change):
         "weights": {"weights": clean},
     }[change]
     table = effects(model, IDS, metric, **settings)
-    assert table.columns == ("layer", "head", "change", "metric")
+    assert table.columns == ("layer", "name", "head", "change", "metric")
+    assert table["name"] == [f"blocks.{n}.attention" for n in range(3) for _ in range(2)] and not table.note
     assert (table["layer"], table["head"]) == ([0, 0, 1, 1, 2, 2], [0, 1] * 3)
     close(
         table,
@@ -91,8 +92,16 @@ class Counted(GPT):
 def test_nothing_is_run_again_that_does_not_change():
     model = Counted().eval()
     effects(model, IDS, metric)
-    # The clean run; two heads together, in each layer from that layer on; a head alone, to compare.
-    assert model.ran == 3 + (3 + 2 + 1) + 1
+    # The clean run, twice; two heads together, in each layer from that layer on; for each of these few layers a
+    # whole run of a head alone, to compare.
+    assert model.ran == 2 * 3 + (3 + 2 + 1) + 3 * 3
+    model.ran = 0
+    model.blocks = nn.ModuleList(Block("sdpa") for _ in range(12))
+    for block in model.blocks:
+        block.attention.register_forward_hook(model._count)
+    effects(model.eval(), IDS, metric)
+    # Three whole runs; in the other layers a run through its own block and the one before.
+    assert model.ran == 2 * 12 + sum(range(1, 13)) + 3 * 12 + 9 * 2
     assert all("forward" not in vars(block) for block in model.blocks)
 
 
@@ -180,6 +189,257 @@ def test_published_models(attention):
                 with Edit(model, layers=n, heads=head, output=0):
                     found.append(float(model(**inputs).loss) - plain)
     close(table, found)
+
+
+class Changed(GPT):
+    """A GPT with something done between its blocks."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for n, block in enumerate(self.blocks):
+            x = block(self.between(x, n))
+        return x
+
+    def between(self, x, n):
+        return x
+
+
+class BatchMean(Changed):
+    def between(self, x, n):
+        return x + 0.01 * x.mean(0) if n == 1 else x
+
+
+class BatchMeanInside(Block):
+    def forward(self, x):
+        return super().forward(x) + 0.01 * x.std(0)
+
+
+class CoupledInTheMiddle(Changed):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.blocks[1] = BatchMeanInside(kind)
+
+
+class Noisy(Changed):
+    def between(self, x, n):
+        return x + 0.1 * torch.randn_like(x)
+
+
+class HandsOn(Changed):
+    """The first block's input is used again in the last."""
+
+    def between(self, x, n):
+        if n == 0:
+            self.kept = x
+        return x if n < 2 else x + self.kept.mean(1, keepdim=True)
+
+
+class HandsOnWhatABlockGave(Changed):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.blocks[0].attention.register_forward_hook(self._keep)
+
+    def _keep(self, module, args, output):
+        self.kept = output if len(output) == 2 else None
+
+    def between(self, x, n):
+        return x if n < 2 or self.kept is None else x + self.kept
+
+
+class Passes(Changed):
+    """What the first block puts into a list the last one needs, as with keys that layers share."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.list = []
+        self.blocks[0].attention.register_forward_hook(lambda *given: self.list.append(given[-1]))
+
+    def forward(self, ids):
+        self.list.clear()
+        return super().forward(ids)
+
+    def between(self, x, n):
+        return x if n < 2 or (self.quiet and not self.list) else x + self.list[0]
+
+    quiet = False
+
+
+class PassesQuietly(Passes):
+    quiet = True
+
+
+class OnlyTwo(Changed):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.register_buffer("places", torch.randn(2, 9, 16))
+
+    def between(self, x, n):
+        return x + self.places
+
+
+class Watched(Changed):
+    """Whose metric is of something that a hook kept."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.blocks[1].register_forward_hook(self._keep)
+
+    def _keep(self, module, args, output):
+        self.kept = output
+
+
+def of_kept(model):
+    return lambda output: model.kept[0, -1].square().mean() + output[:, -1].mean()
+
+
+@pytest.mark.parametrize("over", ["heads", "layers", "edges"])
+@pytest.mark.parametrize(
+    "kind, note",
+    [
+        (GPT, ""),
+        (HandsOn, ""),
+        (BatchMean, "one by one: copies side by side gave"),
+        (CoupledInTheMiddle, "one by one: copies side by side gave"),
+        (OnlyTwo, "one by one: it does not run over several copies of its inputs (RuntimeError"),
+        (Watched, "one by one: the metric remembers more of a run than the output"),
+        (HandsOnWhatABlockGave, "one by one"),
+        (Noisy, "one by one, each from the beginning: it draws random numbers"),
+        (Passes, "from the beginning: it fails where earlier blocks are not run again (IndexError"),
+        (PassesQuietly, "from the beginning: without running earlier blocks again it gives"),
+    ],
+)
+def test_each_layer_is_compared_with_a_run_alone(kind, note, over):
+    torch.manual_seed(0)
+    model = kind("sdpa").eval()
+    measure = of_kept(model) if kind is Watched else metric
+
+    def again(output):
+        torch.manual_seed(5)
+        return measure(output)
+
+    torch.manual_seed(5)
+    table = effects(model, IDS, measure, over=over)
+    edits = {
+        "heads": [{"layers": n, "heads": h, "output": 0} for n in range(3) for h in (0, 1)],
+        "layers": [{"layers": n, "output": 0} for n in range(3)],
+        "edges": [{"mask": ~es.pairs(-1, key)} for key in range(9)],
+    }[over]
+    torch.manual_seed(5)
+    close(table, one_by_one(model, edits, again))
+    if over == "heads" or (over == "edges" and not issubclass(kind, Passes) and kind is not HandsOnWhatABlockGave):
+        assert note in table.note and bool(note) == bool(table.note)
+        assert repr(table).endswith(table.note)
+        assert table.top(1).note == table.note
+
+
+class Own(Changed):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.draw = torch.Generator()
+
+    def between(self, x, n):
+        return x + torch.randn(x.shape, generator=self.draw)
+
+
+class Caches(Changed):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.cache = []
+
+    def between(self, x, n):
+        self.cache.append(x)
+        return x + sum(self.cache)
+
+
+class Lengthens(Caches):
+    def between(self, x, n):
+        self.cache.append(x)
+        return x + torch.cat(self.cache[n::3], 1)
+
+
+@pytest.mark.parametrize("kind", [Own, Caches, Lengthens])
+@pytest.mark.parametrize("over", ["heads", "layers", "edges"])
+def test_a_model_that_is_another_in_its_next_run_is_refused(kind, over):
+    with pytest.raises(ValueError, match=r"keeps something of a run, .* whose\s+forward begins anew"):
+        effects(kind("sdpa").eval(), IDS, metric, over=over)
+
+
+def logits_of(output):
+    return output.logits[0, -1, 3] - output.logits[0, -1, 4]
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("over", ["heads", "layers"])
+def test_layers_have_the_numbers_and_names_that_the_lens_and_edits_give(name, over):
+    pytest.importorskip("transformers")
+    from lens.architectures import build
+
+    model, inputs = build(name, "sdpa")
+    with torch.no_grad(), Lens(model) as lens:
+        model(**inputs)
+    cross = lens.cross.names[1]
+    for layers, expected in [
+        (None, lens.names),
+        ([2, -1], [lens.names[2], lens.names[3]]),
+        ("decoder" if name == "t5" else "model.decoder", lens.names[2:]),
+        (cross, [cross]),
+        ([cross, 1], [cross, lens.names[1]]),
+    ]:
+        table = effects(model, inputs, logits_of, over, layers=layers)
+        heads = [{"heads": h} for h in range(4)] if over == "heads" else [{}]
+        assert table["name"] == [name for name in expected for _ in heads]
+        found = []
+        with torch.no_grad():
+            plain = float(logits_of(model(**inputs)))
+            for layer in expected:
+                for head in heads:
+                    with Edit(model, layers=layer, output=0, **head):
+                        found.append(float(logits_of(model(**inputs))) - plain)
+        close(table, found)
+        if layers is None:
+            assert table["layer"] == [n for n in range(4) for _ in heads]
+    if over == "heads":
+        with pytest.raises(ValueError, match="self- and cross-attention have the same numbers"):
+            effects(model, inputs, logits_of, layers=[*lens.names, *lens.cross.names]).grid("change")
+
+
+def test_edges_of_cross_attention():
+    pytest.importorskip("transformers")
+    from lens.architectures import build
+
+    model, inputs = build("bart", "sdpa")
+    with pytest.raises(ValueError, match=r"layers have \[\(7, 7\), \(11, 11\)\] queries and keys"):
+        effects(model, inputs, logits_of, over="edges")
+    name = "model.decoder.layers.1.encoder_attn"
+    table = effects(model, inputs, logits_of, over="edges", layers=name)
+    found = []
+    with torch.no_grad():
+        plain = float(logits_of(model(**inputs)))
+        for key in range(11):
+            with Edit(model, layers=name, mask=~es.pairs(-1, key)):
+                found.append(float(logits_of(model(**inputs))) - plain)
+    close(table, found)
+
+
+def test_only_cross_attention():
+    model = Looks().eval()
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(LookupError, match=r"cross-attention did: name it with layers=, of cross_attn"):
+        effects(model, x, lambda output: output.square().mean())
+    assert effects(model, x, lambda output: output.square().mean(), layers="cross_attn")["head"] == [0, 1]
+
+
+class Looks(nn.Module):
+    """Attention to learned tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross_attn = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.tokens = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, x):
+        tokens = self.tokens.expand(len(x), -1, -1)
+        return self.cross_attn(x, tokens, tokens, need_weights=False)[0]
 
 
 def test_refusals(model):

@@ -17,13 +17,24 @@ from einsight.lens.watch import here
 
 
 class Place(NamedTuple):
-    """A self-attention layer as it ran: its name and number, its heads, and how many blocks had begun before it."""
+    """A layer as it ran: its name and its number among those of its kind, and how many blocks had begun before it."""
 
     name: str
     number: int
-    heads: int
+    cross: bool
     block: int
-    shape: torch.Size
+    after: int  # how many had when it had run, and its own
+    shape: torch.Size  # of the query
+    keys: int
+    causal: bool  # whether no query sees a later key
+
+    @property
+    def heads(self) -> int:
+        return self.shape[1]
+
+
+class _Reached(Exception):
+    """The model has come as far as was asked."""
 
 
 class Blocks:
@@ -32,8 +43,8 @@ class Blocks:
     def __init__(self, model: nn.Module):
         self.model, self.blocks = model, _outermost(model)
         self.results: list[Any] = []  # of each block that ran
+        self.reached: Any = None  # what the block that was watched was given
         self.places: list[Place] = []
-        self.causal = True  # whether no query of them sees a later key
         self._seen = Layers(model)
         self._began = 0
 
@@ -59,19 +70,31 @@ class Blocks:
         self.places = [p._replace(block=0) if p.name.split(" (")[0] in again else p for p in self.places]
         return output
 
-    def rest(self, run: Callable[[], Any], first: int, copies: int, b: int) -> Any:
-        """Run the model from its `first` block on, for some copies of its inputs side by side."""
-        ran = 0
+    def rest(
+        self, run: Callable[[], Any], first: int, copies: int, b: int, watched: int = -1, stop: bool = False
+    ) -> Any:
+        """Run the model from its `first` block on, for some copies of its inputs side by side.
+
+        What the block `watched` is given is kept as `reached`; with `stop` nothing is run after that.
+        """
+        ran, self.reached = 0, None
 
         def block(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             nonlocal ran
             ran += 1
+            if ran - 1 == watched:
+                self.reached = tree_map_only(Tensor, torch.clone, (args, kwargs))
+                if stop:
+                    raise _Reached
             if ran <= first:
                 return repeated(self.results[ran - 1], copies, b)
             return forward(*args, **kwargs)
 
         with self._through(block):
-            return run()
+            try:
+                return run()
+            except _Reached:
+                return None
 
     @contextmanager
     def _through(self, block: Callable[..., Any]) -> Iterator[None]:
@@ -96,12 +119,13 @@ class Blocks:
         if not known:
             return
         self._seen.begins(known)
-        name, index = self._seen.number(self._seen.name(known), call.cross, lambda name: False)
-        if not call.cross:
-            self.causal = self.causal and call.rule.causal
-            # The layer's own block has begun as well, if it is in one.
-            inside = any(module.module in self.blocks for module in known)
-            self.places.append(Place(name, index, call.query.shape[1], self._began - inside, call.query.shape))
+        name = self._seen.name(call, known)
+        name, index = self._seen.number(name, call.cross, lambda name: False)
+        # The layer's own block has begun as well, if it is in one.
+        inside = any(module.module in self.blocks for module in known)
+        shape, j = call.query.shape, call.key.shape[2]
+        first, causal = self._began - inside, call.rule.causal
+        self.places.append(Place(name, index, call.cross, first, self._began, shape, j, causal))
 
     def _miss(self, reason: str, running: list[Running]) -> None:
         if self._seen.known(running):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import einsight as es
 from einsight.biases import Bias, as_bias
-from einsight.coordinates import as_axis, as_int, numbers
+from einsight.coordinates import as_axis, numbers
 from einsight.lens import patches, words
 from einsight.lens.call import Call
 from einsight.lens.frames import Running
-from einsight.lens.layers import Layers
+from einsight.lens.layers import Layers, checked, chosen
 from einsight.lens.lens import Lens
 from einsight.lens.watch import Watch, here
 
@@ -98,7 +98,12 @@ class Edit:
         self._heads, self._mask, self._bias, self._weights = heads, mask, bias, weights
         self._output = None if output is None else _checked_output(output)
         self._seen = Layers(model)
-        self._layers = _checked_layers(layers, self._seen)
+        self._layers = checked(layers, self._seen)
+        if negative := [n for n in self._layers or () if isinstance(n, int) and n < 0]:
+            raise ValueError(
+                "layers are numbered from 0, and how many there are is not known before the model runs: not "
+                f"{', '.join(map(str, negative))}. Look at the model once: layers=len(lens) - 1, or a name"
+            )
         self._met: set[int | str] = set()
         self._ends: dict[str, Any] = {}
         self._follows = weights is not None or isinstance(output, Lens)  # another run's rows, by position
@@ -135,8 +140,7 @@ class Edit:
         known = self._seen.known(running)
         if not known:
             return None
-        name = self._seen.name(known)
-        call.cross = call.cross or words.says_cross(name)
+        name = self._seen.name(call, known)
         self._calls += 1
         name, index = self._recomputed(name, call) if again else self._numbered(name, call, known)
         call.name = name
@@ -206,12 +210,7 @@ class Edit:
     def _is_chosen(self, name: str, index: int, cross: bool) -> bool:
         if self._layers is None:
             return not cross
-        found = {
-            layer
-            for layer in self._layers
-            if (layer == index and not cross)
-            or (isinstance(layer, str) and (name == layer or (not cross and name.startswith(f"{layer}."))))
-        }
+        found = chosen(self._layers, name, index, cross)
         self._met |= found
         return bool(found)
 
@@ -268,26 +267,3 @@ def _checked_output(output: Any) -> Any:
     if isinstance(output, str) and output != "mean":
         raise ValueError(f'output must be a number, "mean", ("mean", lens), a Lens or a tensor, not {output!r}')
     return output
-
-
-def _checked_layers(layers: Any, seen: Layers) -> tuple[int | str, ...] | None:
-    if layers is None:
-        return None
-    layers = as_int(layers)
-    chosen = [layers] if isinstance(layers, int | str) else layers
-    if not isinstance(chosen, Collection) or any(
-        isinstance(n, bool) or not isinstance(n, int | str) for n in map(as_int, chosen)
-    ):
-        raise TypeError(f"layers must be numbers or names of modules, not {layers!r}")
-    made = tuple(words.clean(n) if isinstance(n, str) else n for n in map(as_int, chosen))
-    if not made:
-        raise ValueError("layers names none, so that nothing would be edited; None, the default, is all of them")
-    names = set(seen.names.values()) | {type(seen.model).__name__}
-    for n in made:
-        if isinstance(n, int) and n < 0:
-            raise ValueError(
-                f"layers are numbered from 0, and how many there are is not known before the model runs: not {n}"
-            )
-        if isinstance(n, str) and n.split(" (")[0] not in names:
-            raise KeyError(f"no module is named {n!r} in this {type(seen.model).__name__}")
-    return made  # type: ignore[return-value]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import nn
 
+from einsight.coordinates import as_int
 from einsight.lens import words
+from einsight.lens.call import Call
 from einsight.lens.frames import Running
 
 
@@ -34,10 +37,15 @@ class Layers:
         self._forward, self._counts, self._loops = forward, {}, False
         return True
 
-    def name(self, known: list[Running]) -> str:
-        """The name of the innermost module."""
-        name = self.names[id(known[-1].module)] if known else ""
-        return name or type(getattr(self.model, "_orig_mod", self.model)).__name__
+    def name(self, call: Call, known: list[Running], given: str = "") -> str:
+        """The name of the layer that makes a call: the one it was given, or that of the innermost module.
+
+        The call learns whether the name is one of cross-attention.
+        """
+        name = given or (self.names[id(known[-1].module)] if known else "")
+        name = name or type(getattr(self.model, "_orig_mod", self.model)).__name__
+        call.cross = call.cross or words.says_cross(name)
+        return name
 
     def number(self, name: str, cross: bool, goes_on: Callable[[str], object]) -> tuple[str, int]:
         """The layer that a call in a module belongs to, and its number.
@@ -63,3 +71,33 @@ class Layers:
         if name not in order:
             order.append(name)
         return name, order.index(name)
+
+
+def checked(layers: Any, seen: Layers) -> tuple[int | str, ...] | None:
+    """Layers as a user chose them: numbers among the self-attention layers, or names of modules; None for all."""
+    if layers is None:
+        return None
+    layers = as_int(layers)
+    chosen = [layers] if isinstance(layers, int | str) else layers
+    if not isinstance(chosen, Collection) or any(
+        isinstance(n, bool) or not isinstance(n, int | str) for n in map(as_int, chosen)
+    ):
+        raise TypeError(f"layers must be numbers or names of modules, not {layers!r}")
+    made = tuple(words.clean(n) if isinstance(n, str) else n for n in map(as_int, chosen))
+    if not made:
+        raise ValueError("layers names none, so that nothing would be edited; None, the default, is all of them")
+    names = set(seen.names.values()) | {type(seen.model).__name__}
+    for n in made:
+        if isinstance(n, str) and n.split(" (")[0] not in names:
+            raise KeyError(f"no module is named {n!r} in this {type(seen.model).__name__}")
+    return made  # type: ignore[return-value]
+
+
+def chosen(layers: tuple[int | str, ...], name: str, number: int, cross: bool) -> set[int | str]:
+    """Those of the chosen layers that a layer is, or is in. Cross-attention is meant only by its own name."""
+    return {
+        layer
+        for layer in layers
+        if (layer == number and not cross)
+        or (isinstance(layer, str) and (name == layer or (not cross and name.startswith(f"{layer}."))))
+    }

@@ -209,9 +209,9 @@ class Lens:
         key, value = ungrouped(key, value, query.shape[1])
         if offset is None:
             offset = max(key.shape[2] - query.shape[2], 0)
-        call = Call(query, key, value, Rule(other=mask), offset, settings, cross=cross, name=name)
+        call = Call(query, key, value, Rule(other=mask), offset, settings, cross=cross)
         with torch.no_grad():
-            self._see(call, running)
+            self._see(call, running, name)
 
     # Seeing.
 
@@ -223,12 +223,11 @@ class Lens:
         if self._seen.known(running):
             self._missed[reason] = self._missed.get(reason, 0) + 1
 
-    def _see(self, call: Call, running: list[frames.Running]) -> None:
+    def _see(self, call: Call, running: list[frames.Running], name: str = "") -> None:
         self._calls += 1
         if self._seen.begins(running):
             self._in_generation = False
-        name = call.name or self._seen.name(running)
-        call.cross = call.cross or words.says_cross(name)
+        name = self._seen.name(call, running, name)
         call.name, call.index = self._seen.number(name, call.cross, lambda name: self._match(name, call))
         call.module = running[-1].module if running else None
         match = self._match(call.name, call)

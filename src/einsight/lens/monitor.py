@@ -181,8 +181,8 @@ class Monitor:
         if self._new:
             self._layers, self._new, self._used = {}, False, False
         self._seen.begins(known)
-        cross = call.cross or words.says_cross(self._seen.name(known))
-        name, _ = self._seen.number(self._seen.name(known), cross, lambda name: False)
+        name = self._seen.name(call, known)
+        name, _ = self._seen.number(name, call.cross, lambda name: False)
         found = _read(call, known[-1].module)
         if name in self._layers:
             self._layers[name].add(found)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch import nn
 
-import einsight as es
 from einsight.coordinates import as_axis, numbers
-from einsight.lens.blocks import Blocks, Place, repeated
-from einsight.lens.edit import Edit
-from einsight.lens.edits import Each
+from einsight.lens.blocks import Place
+from einsight.lens.layers import Layers, checked, chosen
 from einsight.lens.lens import Lens
+from einsight.lens.runs import Metric, Runs
 from einsight.lens.table import Table
-
-TOKENS = 2048  # how many go through the model at once
-
-Metric = Callable[[Any], Tensor | float]
 
 
 def effects(
@@ -29,7 +22,7 @@ def effects(
     metric: Metric,
     over: str = "heads",
     *,
-    layers: Collection[int] | None = None,
+    layers: int | str | Collection[int | str] | None = None,
     output: Any = None,
     weights: Lens | None = None,
     queries: Any = None,
@@ -38,8 +31,9 @@ def effects(
 ) -> Table:
     """How much a metric changes when each head, layer or edge is changed in turn: a table with a row for each.
 
-    Blocks before the change are not run again, and several changes go through the model side by side where that
-    gives the same numbers (which is tried out; else one by one).
+    Blocks before the change are not run again, and several changes go through the model side by side, where that
+    gives the same numbers: each layer is compared with a run of one change alone. Where it doesn't, they go one by one,
+    and the table's `note` says so.
 
     Arguments:
         model: in eval mode. No gradients are computed.
@@ -47,7 +41,8 @@ def effects(
         metric: a function of the model's output that gives one number, such as a logit difference or a loss.
         over: "heads": each head of each self-attention layer; "layers": all heads of each layer; "edges": each pair of
             a query and a key, which is hidden from it in all layers at once.
-        layers: self-attention layers by number; all by default.
+        layers: as for `Edit`, numbers among the self-attention layers (negative ones from the end) or names of modules,
+            cross-attention by its own name; all self-attention layers by default.
         output: what a head puts out instead, as for `Edit`; 0 by default.
         weights: a `Lens` on another run, under whose weights each head is put instead (for heads and layers).
         queries, keys: for edges, positions as an int, slice, range, list or int tensor: the last query and all keys by
@@ -55,11 +50,13 @@ def effects(
         progress: show a bar on a terminal, if rich is installed.
 
     Returns:
-        The table with columns `layer` and `head`, `layer`, or `query` and `key`; `change`, the metric's less that of
-        the clean run; and `metric`. For heads `.grid("change")` is a tensor [layer, head].
+        The table with columns `layer`, `name` and `head`, `layer` and `name`, or `query` and `key`; `change`, the
+        metric's less that of the clean run; and `metric`. `layer` and `name` are those of `Lens` and `Edit`. For heads
+        `.grid("change")` is a tensor [layer, head]. `note` says so where changes had to go one by one.
 
     Raises:
-        ValueError, TypeError: an argument isn't of these; the model is in training mode; the metric isn't a number.
+        ValueError, TypeError: an argument isn't of these; the model is in training mode, or gives other numbers when it
+            is run again; the metric isn't a number.
         LookupError: no self-attention ran.
 
     >>> import torch
@@ -68,7 +65,7 @@ def effects(
     >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
     >>> table = effects(model, torch.randn(1, 5, 8), lambda output: output[0, -1, 0])
     >>> len(table), table.columns
-    (6, ('layer', 'head', 'change', 'metric'))
+    (6, ('layer', 'name', 'head', 'change', 'metric'))
     """
     if over not in ("heads", "layers", "edges"):
         raise ValueError(f'over must be "heads", "layers" or "edges", not {over!r}')
@@ -84,148 +81,65 @@ def effects(
         raise ValueError("model is in training mode, where dropout would be taken for effects: model.eval()")
     change = {"weights": weights} if weights is not None else {"output": 0 if output is None else output}
     with torch.no_grad():
-        run = _Run(model, inputs, metric)
-        places = _chosen(run.blocks.places, layers)
+        runs = Runs(model, inputs, metric)
+        places = _chosen(runs.blocks.places, layers, model)
+
+        def shown(steps: list) -> Iterator[Any]:
+            return _shown(steps, progress)
+
         if over == "edges":
-            return run.edges(
-                places, -1 if queries is None else queries, slice(None) if keys is None else keys, progress
-            )
-        return run.heads(places, change, progress) if over == "heads" else run.layers(places, change, progress)
+            pairs = _pairs(places, -1 if queries is None else queries, slice(None) if keys is None else keys)
+            columns: dict[str, list] = {"query": [q for q, _ in pairs], "key": [k for _, k in pairs]}
+            metrics = runs.of_edges(places, pairs, shown)
+        else:
+            found = runs.of_heads(places, change, shown) if over == "heads" else runs.of_layers(places, change, shown)
+            rows = [(place, n) for place, those in zip(places, found, strict=True) for n in range(len(those))]
+            columns = {"layer": [place.number for place, _ in rows], "name": [place.name for place, _ in rows]}
+            columns |= {"head": [n for _, n in rows]} if over == "heads" else {}
+            metrics = [one for those in found for one in those]
+    return Table({**columns, "change": [one - runs.base for one in metrics], "metric": metrics}, runs.note)
 
 
-class _Run:
-    """The clean run, and runs that differ in something."""
-
-    def __init__(self, model: nn.Module, inputs: Any, metric: Metric):
-        self.model, self.inputs, self.metric = model, inputs, metric
-        self.blocks = Blocks(model)
-        self.output = self.blocks.clean(lambda: self._call(1))
-        if not self.blocks.places:
-            raise LookupError("no self-attention ran that could be changed; see what Lens(model) says of it")
-        self.base = self._measured(self.output)
-        self.b = self.blocks.places[0].shape[0]
-
-    def heads(self, places: list[Place], change: dict[str, Any], progress: bool) -> Table:
-        columns: dict[str, list] = {"layer": [], "head": [], "change": [], "metric": []}
-        tried = self._together(places[-1], change)
-        for place in _shown(places, progress):
-            heads = list(range(place.heads))
-            columns["layer"] += [place.number] * place.heads
-            columns["head"] += heads
-            of_this = tried if place is places[-1] else None
-            columns["metric"] += of_this or self._of_heads(place, change, heads, tried is not None)
-        return self._table(columns)
-
-    def layers(self, places: list[Place], change: dict[str, Any], progress: bool) -> Table:
-        columns: dict[str, list] = {"layer": [], "change": [], "metric": []}
-        for place in _shown(places, progress):
-            columns["layer"].append(place.number)
-            columns["metric"].append(self._one(place.block, Edit(self.model, layers=place.name, **change)))
-        return self._table(columns)
-
-    def edges(self, places: list[Place], queries: Any, keys: Any, progress: bool) -> Table:
-        i = places[0].shape[2]
-        if any(place.shape[2] != i for place in places):
-            raise ValueError(
-                f"edges are between the same tokens in all layers, but layers have "
-                f"{sorted({place.shape[2] for place in places})} queries: choose with layers="
-            )
-        pairs = [
-            (query, key)
-            for query in numbers(as_axis(queries, i, "queries")).tolist()
-            for key in numbers(as_axis(keys, i, "keys")).tolist()
-            if key <= query or not self.blocks.causal
-        ]
-        names, first = [place.name for place in places], min(place.block for place in places)
-        columns: dict[str, list] = {"query": [q for q, _ in pairs], "key": [k for _, k in pairs]}
-        columns |= {"change": [], "metric": []}
-        size = self._copies(i) if self._splits() else 1
-        for chunk in _shown([pairs[n : n + size] for n in range(0, len(pairs), size)], progress):
-            hidden = torch.zeros(len(chunk), 1, i, i, dtype=torch.bool)
-            for n, (query, key) in enumerate(chunk):
-                hidden[n, 0, query, key] = True
-            mask = es.forbid(hidden.repeat_interleave(self.b, 0).to(self._device()))
-            edit = Edit(self.model, layers=names, mask=mask)
-            columns["metric"] += self._several(first, edit, len(chunk))
-        return self._table(columns)
-
-    def _of_heads(self, place: Place, change: dict[str, Any], heads: list[int], together: bool) -> list[float]:
-        edits = [Edit(self.model, layers=place.name, heads=head, **change) for head in heads]
-        if not together:
-            return [self._one(place.block, edit) for edit in edits]
-        size, found = self._copies(place.shape[2]), []
-        for n in range(0, len(edits), size):
-            found += self._several(place.block, Each(self.model, edits[n : n + size], self.b), len(edits[n : n + size]))
-        return found
-
-    def _together(self, place: Place, change: dict[str, Any]) -> list[float] | None:
-        """A layer's metrics from copies side by side, if a single run gives the same."""
-        if not self._splits() or place.heads < 2:
-            return None
-        found = self._of_heads(place, change, list(range(place.heads)), True)
-        largest = max(range(place.heads), key=lambda n: abs(found[n] - self.base))
-        alone = self._of_heads(place, change, [largest], False)[0]
-        # Far more than rounding and far less than what a metric over the whole batch, such as a loss, is off.
-        allowed = 1e-2 * abs(alone - self.base) + 1e-5 * max(1, abs(self.base))
-        return found if abs(found[largest] - alone) <= allowed else None
-
-    def _splits(self) -> bool:
-        """Whether inputs and output are over sequences, as far as can be seen."""
-        inputs = tree_flatten(self.inputs)[0]
-        plain = all(t is None or isinstance(t, Tensor | int | float | str) for t in inputs)
-        outputs = [t for t in tree_flatten(self.output)[0] if isinstance(t, Tensor)]
-        return plain and bool(outputs) and all(t.ndim > 0 and len(t) == self.b for t in outputs)
-
-    def _copies(self, i: int) -> int:
-        return max(1, TOKENS // (self.b * i))
-
-    def _one(self, first: int, edit: Edit) -> float:
-        with edit:
-            return self._measured(self.blocks.rest(lambda: self._call(1), first, 1, self.b))
-
-    def _several(self, first: int, edit: Any, copies: int) -> list[float]:
-        with edit:
-            output = self.blocks.rest(lambda: self._call(copies), first, copies, self.b)
-        leaves, form = tree_flatten(output)
-        return [self._measured(tree_unflatten([self._part(t, n) for t in leaves], form)) for n in range(copies)]
-
-    def _part(self, leaf: Any, n: int) -> Any:
-        return leaf[n * self.b : (n + 1) * self.b] if isinstance(leaf, Tensor) else None
-
-    def _call(self, copies: int) -> Any:
-        given = self.inputs
-        if copies > 1:
-            given = repeated(given, copies, self.b)
-        # A cache among the inputs would remember the last run.
-        given = tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf), given)
-        if isinstance(given, Mapping):
-            return self.model(**given)
-        return self.model(*given) if isinstance(given, tuple | list) else self.model(given)
-
-    def _measured(self, output: Any) -> float:
-        found = self.metric(output)
-        if isinstance(found, Tensor) and found.numel() != 1:
-            raise ValueError(f"metric must give one number, not a tensor {list(found.shape)}: take its mean or sum")
-        if not isinstance(found, Tensor | float | int):
-            raise TypeError(f"metric must give a number, not {found!r}")
-        return float(found)
-
-    def _device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
-    def _table(self, columns: dict[str, list]) -> Table:
-        columns["change"] = [metric - self.base for metric in columns["metric"]]
-        return Table(columns)
-
-
-def _chosen(places: list[Place], layers: Collection[int] | None) -> list[Place]:
-    if layers is None:
-        return places
-    numbered = {place.number: place for place in places}
-    missing = [n for n in layers if n not in numbered]
+def _chosen(places: list[Place], layers: Any, model: nn.Module) -> list[Place]:
+    """The places that are chosen, in the order in which they are named; by default those of self-attention."""
+    own = [place for place in places if not place.cross]
+    named = checked(layers, Layers(model))
+    if named is None:
+        if not own:
+            names = ", ".join(place.name for place in places)
+            raise LookupError(f"no self-attention ran, but cross-attention did: name it with layers=, of {names}")
+        return own
+    made: list[Place] = []
+    missing = []
+    for layer in named:
+        number = layer + len(own) if isinstance(layer, int) and layer < 0 else layer
+        found = [place for place in places if chosen((number,), place.name, place.number, place.cross)]
+        missing += [] if found else [layer]
+        made += [place for place in found if place not in made]
     if missing:
-        raise ValueError(f"layers names {missing}, but the model ran {len(places)} self-attention layers")
-    return [numbered[n] for n in layers]
+        raise ValueError(
+            f"layers names {missing}, but the model ran {len(own)} self-attention layers: "
+            + ", ".join(f"{place.number} {place.name}" for place in own)
+            + "".join(f"; cross-attention {place.name}" for place in places if place.cross)
+        )
+    return made
+
+
+def _pairs(places: list[Place], queries: Any, keys: Any) -> list[tuple[int, int]]:
+    sizes = {(place.shape[2], place.keys) for place in places}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"edges are between the same tokens in all layers, but layers have {sorted(sizes)} queries and keys: "
+            "choose some with layers="
+        )
+    i, j = sizes.pop()
+    causal = all(place.causal for place in places)
+    return [
+        (query, key)
+        for query in numbers(as_axis(queries, i, "queries")).tolist()
+        for key in numbers(as_axis(keys, j, "keys")).tolist()
+        if key <= query or not causal
+    ]
 
 
 def _shown(steps: list[Any], progress: bool) -> Iterator[Any]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Table:
-    """Named columns of numbers, in rows."""
+    """Named columns of numbers, or names, in rows. `note` is what is to be said of how they were found."""
 
-    def __init__(self, columns: dict[str, list]):
-        self._columns = columns
+    def __init__(self, columns: dict[str, list], note: str = ""):
+        self._columns, self.note = columns, note
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class Table:
         """The rows in the order of a column, largest first; what can't be told comes last."""
         key = self[by]
         told = [n for n in range(len(self)) if key[n] == key[n]]
-        order = sorted(told, key=lambda n: -key[n] if descending else key[n])
+        order = sorted(told, key=lambda n: key[n], reverse=descending)
         return self._take(order + [n for n in range(len(self)) if key[n] != key[n]])
 
     def top(self, n: int) -> Table:
@@ -47,8 +47,13 @@ class Table:
         return self._take(range(min(n, len(self))))
 
     def grid(self, column: str) -> Float[Tensor, "layer head"]:
-        """A column as a tensor with a row per layer, NaN where a layer has fewer heads."""
+        """A column as a tensor in float32 with a row per layer number, NaN where there is no such layer or head."""
         layers, heads = self["layer"], self["head"]
+        if len(set(zip(layers, heads, strict=True))) < len(layers):
+            raise ValueError(
+                "self- and cross-attention have the same numbers, so that the rows make no grid: choose "
+                "one kind with layers="
+            )
         made = torch.full((int(max(layers)) + 1, int(max(heads)) + 1), torch.nan)
         for layer, head, value in zip(layers, heads, self[column], strict=True):
             made[int(layer), int(head)] = value
@@ -73,7 +78,7 @@ class Table:
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        made = Table(box=None, header_style="bold", pad_edge=False)
+        made = Table(box=None, header_style="bold", pad_edge=False, caption=self.note or None)
         for name in self._columns:
             made.add_column(name, justify="right")
         for row in zip(*self._columns.values(), strict=True):
@@ -86,12 +91,12 @@ class Table:
             rows = [*rows[:21], ["…"] * len(self._columns)]
         widths = [max(len(row[n]) for row in rows) for n in range(len(self._columns))]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     def _take(self, rows: Any) -> Table:
         rows = list(rows)
-        return type(self)({name: [column[n] for n in rows] for name, column in self._columns.items()})
+        return type(self)({name: [column[n] for n in rows] for name, column in self._columns.items()}, self.note)
 
 
-def _written(value: int | float) -> str:
-    return str(value) if isinstance(value, int) else "–" if value != value else f"{value:.3f}"
+def _written(value: int | float | str) -> str:
+    return str(value) if isinstance(value, int | str) else "–" if value != value else f"{value:.3f}"
