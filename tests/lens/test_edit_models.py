@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lens.gpt import GPT
+from torch import nn
 
 import einsight as es
 from einsight.lens import Edit, Lens
@@ -134,7 +136,11 @@ def test_what_does_not_fit_is_refused():
     with Lens(run.model, layers=[0]) as part:
         run()
     refused(
-        LookupError, r"nothing was edited in layers \[5\]: they did not run\. .* 2 blocks\.2", run, layers=5, output=0
+        LookupError,
+        r"nothing was edited in layers \[5\]: no self-attention of theirs ran\. .* 2 blocks\.2",
+        run,
+        layers=5,
+        output=0,
     )
     refused(ValueError, "heads names 4, but there are 2", run, heads=4, output=0)
     refused(ValueError, "weights= come from a run of 2 sequences, 7 queries and 7 keys, but layer", run, weights=clean)
@@ -156,6 +162,57 @@ def test_what_does_not_fit_is_refused():
         cache = hf.DynamicCache()
         with Edit(model, output="mean"):
             steps(model, ids_of(), cache)
+
+
+class Mixed(nn.Module):
+    """Looks at itself by hand, then by PyTorch, then at other tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.hand, self.own, self.cross_attn = ByHand(), Attends(), Attends()
+
+    def forward(self, x, lens=None):
+        return self.cross_attn(self.own(self.hand(x, lens)), x[:, :, :3])
+
+
+class ByHand(nn.Module):
+    def forward(self, x, lens):
+        if lens is not None:
+            lens.record(x, x)
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Attends(nn.Module):
+    def forward(self, x, y=None):
+        y = x if y is None else y
+        return F.scaled_dot_product_attention(x, y, y)
+
+
+def test_only_cross_attention_is_nothing_edited():
+    model, x = Mixed().cross_attn, torch.randn(1, 2, 5, 8)
+    model = nn.ModuleDict({"cross_attn": model})
+    said = r"nothing was edited.*: no self-attention.* ran\. .* ran: none; cross-attention, .* by its name: cross_attn"
+    for layers in (None, 0):
+        with pytest.raises(LookupError, match=said), Edit(model, layers=layers, output=0):
+            model["cross_attn"](x, x[:, :, :3])
+    with Edit(model, layers="cross_attn", output=0):
+        assert not model["cross_attn"](x, x[:, :, :3]).any()
+
+
+def test_what_is_only_recorded_by_hand_is_not_edited():
+    model, x = Mixed(), torch.randn(1, 2, 5, 8)
+    for layers in (None, 0, "hand"):
+        for edit_first in (False, True):
+            with pytest.raises(ValueError, match="layer 'hand' is computed by hand and only recorded"):
+                edit, lens = Edit(model, layers=layers, output=0), Lens(model)
+                with edit if edit_first else lens, lens if edit_first else edit:
+                    model(x, lens)
+    with Lens(model) as lens, Edit(model, layers=1, output=0):  # numbered as the lens has it
+        edited = model(x, lens)
+    assert lens.names == ("hand", "own")
+    with Edit(model, layers="own", output=0):
+        assert torch.equal(model(x), edited)
+    assert torch.overrides._get_current_function_mode_stack() == []
 
 
 def test_what_is_no_edit_is_refused():

@@ -108,7 +108,7 @@ class Edit:
         self._ends: dict[str, Any] = {}
         self._follows = weights is not None or isinstance(output, Lens)  # another run's rows, by position
         self._keys: dict[str, Tensor] = {}
-        self._calls = 0
+        self._calls, self._edited = 0, False
         self._watch: Watch | None = None
 
     def __enter__(self) -> Edit:
@@ -125,13 +125,19 @@ class Edit:
             self._watch.close(self, self._watch.edits)
         self._watch, self._keys = None, {}
         self._seen.forget()
-        if kind is None and not self._calls:
+        if kind is not None:
+            return
+        if not self._calls:
             raise LookupError(f"nothing was edited: {words.nothing_seen(self.model)}")
         missing = [layer for layer in self._layers or () if layer not in self._met]
-        if kind is None and missing:
+        if missing or not self._edited:
+            own, cross = self._seen.order[False], self._seen.order[True]
             raise LookupError(
-                f"nothing was edited in layers {missing}: they did not run. Self-attention layers that ran: "
-                + ", ".join(f"{n} {name}" for n, name in enumerate(self._seen.order[False]))
+                "nothing was edited"
+                + (f" in layers {missing}: no self-attention of theirs ran" if missing else ": no self-attention ran")
+                + ". Self-attention layers that ran: "
+                + (", ".join(f"{n} {name}" for n, name in enumerate(own)) or "none")
+                + (f"; cross-attention, to be chosen by its name: {', '.join(cross)}" if cross else "")
             )
 
     # What the watch asks.
@@ -146,6 +152,7 @@ class Edit:
         call.name = name
         if not self._is_chosen(name, index, call.cross):
             return None
+        self._edited = True
         if self._follows and not again:
             self._check_window(name, call)
         h = call.query.shape[1]
@@ -167,6 +174,16 @@ class Edit:
 
     def _outputs(self, site: Site) -> list[Callable[[Call, Tensor], Tensor]]:
         return [] if self._output is None else [partial(self._replaced, site)]
+
+    def _recorded(self, call: Call, running: list[Running], name: str) -> None:
+        """A layer is computed by hand, which its code told a lens."""
+        known = self._seen.known(running)
+        name, index = self._numbered(self._seen.name(call, known, name), call, known)
+        if self._is_chosen(name, index, call.cross):
+            raise ValueError(
+                f"layer {name!r} is computed by hand and only recorded, by lens.record, so that it can't be edited: "
+                "compute it by F.scaled_dot_product_attention or einsight.attention, or choose other layers="
+            )
 
     def _refuse(self, reason: str, running: list[Running]) -> None:
         if self._seen.known(running):

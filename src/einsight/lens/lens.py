@@ -212,6 +212,8 @@ class Lens:
         call = Call(query, key, value, Rule(other=mask), offset, settings, cross=cross)
         with torch.no_grad():
             self._see(call, running, name)
+        for edit in self._watch.edits:
+            edit._recorded(replace(call), frames.running(), name)
 
     # Seeing.
 
