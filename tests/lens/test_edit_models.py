@@ -279,3 +279,65 @@ assert torch.equal(compiled(ids), plain)
 def test_compiled_code_is_refused():
     ran = subprocess.run([sys.executable, "-c", COMPILED], cwd="tests", capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def in_text(name, mask, ids, cache, prompt=5):
+    """The logits and the second layer's weights step by step, and those of one run over the whole text."""
+    model, _ = build(name, "sdpa")
+    with torch.no_grad(), Edit(model, layers=1, heads=[1], mask=mask), Lens(model) as lens:
+        whole = model(input_ids=ids).logits
+        assert not lens[1].weights.dense()[:, 1, prompt:, 6].any()
+    made = cache(model)
+    with torch.no_grad(), Edit(model, layers=1, heads=[1], mask=mask):
+        return steps(model, ids, made), whole
+
+
+CACHES = {
+    "dynamic": lambda model: hf.DynamicCache(config=model.config),
+    "static": lambda model: hf.StaticCache(config=model.config, max_cache_len=16),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "starcoder2"])
+def test_keys_are_positions_in_the_text(name, cache):
+    """Of a mask that names keys, also where a cache has dropped some or has room for more."""
+    ids = ids_of(12, 2)
+    for mask in (es.where(lambda b, h, p, j: (j != 6) | (p < 5)), es.where(lambda b, h, p, j: (j != 6) & (j != p - 3))):
+        found, whole = in_text(name, mask, ids, CACHES[cache])
+        torch.testing.assert_close(found, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_negative_keys_count_from_the_last_token(name, cache):
+    model, _ = build(name, "sdpa")
+    ids = ids_of(9)
+    with torch.no_grad(), Edit(model, layers=1, mask=~es.pairs(-1, -2)), Lens(model) as lens:
+        made = CACHES[cache](model)
+        model(input_ids=ids[:, :6], past_key_values=made)
+        for n in range(6, 9):
+            model(input_ids=ids[:, n : n + 1], past_key_values=made, position_ids=torch.tensor([[n]]))
+    dense = lens[1].weights.dense()[0, 0]
+    for n in range(5, 9):
+        assert dense[n, n - 1] == 0 and dense[n, n - 2] > 0 and dense[n, n] > 0
+
+
+def test_an_edit_opened_within_a_generation():
+    ids = ids_of(9)
+    for name in ("llama", "mistral"):
+        model, _ = build(name, "sdpa")
+        cache = CACHES["dynamic"](model)
+        with torch.no_grad():
+            model(input_ids=ids[:, :8], past_key_values=cache)
+            for what, setting in (("mask", ~es.pairs(-1, 7)), ("bias", torch.tensor([20.0] + [0.0] * 8))):
+                kept, edit = copy.deepcopy(cache), Edit(model, layers=1, **{what: setting})
+                if name == "mistral":
+                    said = f"{what}= speaks of positions in the text, but layer .* keeps only a window of 4 keys"
+                    with pytest.raises(ValueError, match=said), edit:
+                        model(input_ids=ids[:, 8:], past_key_values=kept)
+                    continue
+                with edit, Lens(model) as lens:
+                    model(input_ids=ids[:, 8:], past_key_values=kept)
+                seen = lens[1].weights.dense()
+                assert not seen[..., 7].any() if what == "mask" else (seen[..., 0] > 0.9).all()

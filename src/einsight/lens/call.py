@@ -38,6 +38,7 @@ class Call:
     results: Any = None
     dropout: float = 0.0
     _read: bool = False  # whether only the results were kept
+    _window: int | None = None  # how many keys a cache may keep, where the model tells
 
     @property
     def mask(self) -> es.Mask | None:

@@ -28,6 +28,7 @@ class Site(NamedTuple):
     name: str
     cross: bool
     heads: list[int]
+    gone: int | None = 0  # how many keys of the text the cache has dropped; None where that can't be known
 
 
 class Edit:
@@ -107,7 +108,7 @@ class Edit:
         self._met: set[int | str] = set()
         self._ends: dict[str, Any] = {}
         self._follows = weights is not None or isinstance(output, Lens)  # another run's rows, by position
-        self._keys: dict[str, Tensor] = {}
+        self._kept: dict[str, tuple[Tensor, int | None]] = {}  # a layer's keys, and how many went before them
         self._calls, self._edited = 0, False
         self._watch: Watch | None = None
 
@@ -123,7 +124,7 @@ class Edit:
     ) -> None:
         if self._watch is not None:
             self._watch.close(self, self._watch.edits)
-        self._watch, self._keys = None, {}
+        self._watch, self._kept = None, {}
         self._seen.forget()
         if kind is not None:
             return
@@ -153,13 +154,17 @@ class Edit:
         if not self._is_chosen(name, index, call.cross):
             return None
         self._edited = True
-        if self._follows and not again:
-            self._check_window(name, call)
+        gone = 0 if again or call.cross else self._gone(name, call)
+        if self._follows and gone != 0:
+            raise ValueError(
+                f"layer {name!r} keeps only a window of keys in its cache, so a step's position, and with it the row "
+                "of the other run, can't be told: use a cache that keeps all keys, such as DynamicCache()"
+            )
         h = call.query.shape[1]
         heads = range(h) if self._heads is None else numbers(as_axis(self._heads, h, "heads")).tolist()
         if not heads:
             raise ValueError("heads names none, so that nothing would be edited; None, the default, is all of them")
-        return Site(name, call.cross, list(heads))
+        return Site(name, call.cross, list(heads), gone)
 
     def _reweigh(self, call: Call, site: Site) -> tuple[Call, list[int]]:
         """The call with its weights changed, and for which heads."""
@@ -167,9 +172,9 @@ class Edit:
         if self._weights is not None:
             call = patches.patch(call, self._clean(self._weights, site, "weights="), site.heads)
         if self._bias is not None:
-            call = patches.steer(call, self._bias, site.heads)
+            call = patches.steer(call, self._bias, site.heads, site.gone)
         if self._mask is not None:
-            call = patches.hide(call, self._mask, site.heads)
+            call = patches.hide(call, self._mask, site.heads, site.gone)
         return call, [] if call is before else site.heads
 
     def _outputs(self, site: Site) -> list[Callable[[Call, Tensor], Tensor]]:
@@ -201,17 +206,19 @@ class Edit:
             self._ends[name] = call.offset + call.query.shape[2]
         return name, index
 
-    def _check_window(self, name: str, call: Call) -> None:
-        """Refuse a cache that keeps the last keys only: its steps don't tell their position."""
-        key, before = patches.written(call).key[:, :1].detach(), call.offset
-        last, self._keys[name] = self._keys.get(name), key
-        if last is None or not isinstance(before, int) or not 0 < before < last.shape[2]:
-            return
-        if last.shape[0] == key.shape[0] and torch.equal(key[:, :, :before], last[:, :, last.shape[2] - before :]):
-            raise ValueError(
-                f"layer {name!r} keeps only a window of keys in its cache, so a step's position, and with it the row "
-                "of the other run, can't be told: use a cache that keeps all keys, such as DynamicCache()"
-            )
+    def _gone(self, name: str, call: Call) -> int | None:
+        """How many keys of the text went before those that a cache still has; None where that can't be known."""
+        if not isinstance(call.offset, int) or (self._mask is None and self._bias is None and not self._follows):
+            return 0
+        key, before = patches.written(call).key[:, :1].detach().clone(), call.offset
+        last, gone = self._kept.get(name, (None, 0))
+        moved = None if last is None or not before else patches.moved(key[:, :, :before], last)
+        if moved is None:  # another text; its steps before this one weren't seen
+            gone = None if before and before + 1 == call._window else 0
+        elif gone is not None:
+            gone += moved
+        self._kept[name] = key, gone
+        return gone
 
     def _recomputed(self, name: str, call: Call) -> tuple[str, int]:
         order = self._seen.order[call.cross]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 import einsight as es
@@ -15,8 +15,9 @@ from einsight.biases import Bias, as_bias
 from einsight.coordinates import At, Sizes
 from einsight.lens.call import Call
 from einsight.lens.changes import per_head
-from einsight.lens.record import written
+from einsight.lens.record import reordered, written
 from einsight.lens.rules import Rule
+from einsight.masks.mask import Bound, Mask, larger
 
 ALIKE = ("softcap", "score_mod")  # what heads of one call can't differ in
 
@@ -36,15 +37,60 @@ class _Only(Bias):
         return added.where(torch.isin(at.h, self.heads.to(at.device)), 0)
 
 
-def hide(call: Call, mask: es.Mask, heads: list[int]) -> Call:
-    """The mask joined to the call's own."""
-    mask = _for(mask, heads, call)
+class _Later(Mask):
+    """A mask over a whole text, for the keys that are left of it."""
+
+    def __init__(self, mask: Mask, gone: int):
+        self.mask, self.gone, self.positional = mask, gone, mask.positional
+
+    def check(self, sizes: Sizes) -> None:
+        self.mask.check(sizes._replace(j=sizes.j + self.gone))
+
+    def extent(self) -> tuple[int, int]:
+        return self.mask.extent()
+
+    def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
+        lo, hi, exact = self.mask.bounds(self._in_text(at))
+        return larger(lo - self.gone, 0), larger(hi - self.gone, 0), exact
+
+    def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
+        return self.mask.allowed(self._in_text(at))
+
+    def _in_text(self, at: At) -> At:
+        keys = range(at.keys.start + self.gone, at.keys.stop + self.gone)
+        sizes = at.sizes._replace(j=at.sizes.j + self.gone)
+        return replace(at, sizes=sizes, keys=keys, positions=at.positions + self.gone)
+
+
+def moved(key: Float[Tensor, "b 1 j d"], last: Float[Tensor, "b 1 n d"]) -> int | None:
+    """How many of the last step's keys are no longer before this step's; None if these don't go on from them."""
+    n, j = last.shape[2], key.shape[2]
+    if j > n or key.shape[0] != last.shape[0] or key.device != last.device:
+        return None
+    for first in (n - j, 0):  # the rest was dropped by a window, or cropped
+        part = last[:, :, first : first + j]
+        if torch.equal(key, part) or reordered(key, part) is not None:
+            return first
+    return None
+
+
+def hide(call: Call, mask: es.Mask, heads: list[int], gone: int | None = 0) -> Call:
+    """The mask, which speaks of the text, joined to the call's own."""
+    call = written(call)
+    if gone is None:
+        _refuse_unknown("mask", call)
+    mask = _for(_Later(mask, gone) if gone else mask, heads, call)
     own = call.mask
     return replace(call, rule=Rule(other=mask if own is None else own & mask))
 
 
-def steer(call: Call, bias: Bias | Tensor, heads: list[int]) -> Call:
-    """The bias added to the scores."""
+def steer(call: Call, bias: Bias | Tensor, heads: list[int], gone: int | None = 0) -> Call:
+    """The bias, which speaks of the text, added to the scores."""
+    call = written(call)
+    if isinstance(bias, Tensor) and bias.ndim and bias.shape[-1] > 1:
+        if gone is None:
+            _refuse_unknown("bias", call)
+        bias = bias[..., gone:]
     return replace(call, settings={**call.settings, "bias": _plus(call.settings.get("bias"), bias, heads, call)})
 
 
@@ -193,6 +239,14 @@ def _sink(call: Call, h: int, like: Tensor) -> Tensor | None:
 
 def _like(tensor: Tensor | None, like: Tensor) -> Any:
     return None if tensor is None else tensor.to(like.device, like.dtype)
+
+
+def _refuse_unknown(what: str, call: Call) -> NoReturn:
+    raise ValueError(
+        f"{what}= speaks of positions in the text, but layer {call.name!r} keeps only a window of {call._window} keys "
+        "in its cache, and the edit was opened after it began, so that the position of these keys can't be known: open "
+        "the edit before the prompt, or use a cache that keeps all keys"
+    )
 
 
 def _same(a: Rule, b: Rule) -> bool:

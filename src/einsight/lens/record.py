@@ -104,7 +104,7 @@ class Record:
         if before < stored and _equal(old, kept[:, :, :before]):  # the cache was cropped, or copied before
             start = self.pieces[0].offset
             return Match(before, before, again=before <= last.offset) if before > start else None
-        rows = _reordered(old, kept[:, :, stored - before :])
+        rows = reordered(old, kept[:, :, stored - before :])
         return None if rows is None else Match(stored, before, rows)
 
     def go_on(self, call: Call, match: Match) -> Record:
@@ -299,7 +299,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and ((a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b))
 
 
-def _reordered(new: Tensor, old: Tensor) -> Tensor | None:
+def reordered(new: Tensor, old: Tensor) -> Tensor | None:
     """Which row of `old` each row of `new` is, as a beam search leaves them; None if some is none of them."""
     rows = []
     for row in new:

@@ -89,7 +89,9 @@ def _reporting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _eager(module, query, key, value, *args, **kwargs) -> Call:
-    return make(query, key, value, **_given(module, *args, **kwargs), dropout=kwargs.get("dropout", 0.0))
+    call = make(query, key, value, **_given(module, *args, **kwargs), dropout=kwargs.get("dropout", 0.0))
+    call._window = kwargs.get("sliding_window")
+    return call
 
 
 def _given(module, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> dict[str, Any]:
@@ -107,7 +109,9 @@ def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=N
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and query.shape[2] > 1 and attention_mask is None
-    return make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling, dropout=dropout)
+    call = make(query, key, value, attention_mask, is_causal=is_causal, bias=bias, scale=scaling, dropout=dropout)
+    call._window = kwargs.get("sliding_window")
+    return call
 
 
 def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, **kwargs) -> Call:
@@ -129,6 +133,7 @@ def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=
         dropout=dropout,
     )
     call.rule = Rule(causal=bool(is_causal), left=window - 1 if window and is_causal else None, keep=keep)
+    call._window = window
     return call
 
 
