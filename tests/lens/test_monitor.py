@@ -28,7 +28,8 @@ def expected(scores):
     """From dense scores [n, h, i, j] of all micro-batches."""
     weights = scores.softmax(-1)
     entropy = -torch.xlogy(weights, weights).sum(-1)
-    return scores.amax((0, 2, 3)), entropy.mean((0, 2)), weights[..., 0].mean((0, 2))
+    told = slice(1, None)  # the first query sees itself alone
+    return scores.amax((0, 2, 3)), entropy[:, :, told].mean((0, 2)), weights[:, :, told, 0].mean((0, 2))
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "einsight"])
@@ -110,7 +111,7 @@ def test_grouped_heads_masks_and_low_precision():
 def test_what_was_not_seen_is_never_reported():
     model = GPT("sdpa")
     monitor = Monitor(model)
-    with pytest.raises(LookupError, match="the monitor saw no step: run forward and backward within"):
+    with pytest.raises(LookupError, match=r"the monitor saw no step: run forward and backward within `with monitor:`$"):
         monitor.summary()
     with monitor:
         model(IDS)
@@ -125,6 +126,72 @@ def test_what_was_not_seen_is_never_reported():
         Monitor(model, every=0)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str"):
         make(object.__new__(Monitor), "gpt2")
+
+
+def numbers(monitor, name):
+    summary = monitor.summary()
+    return [summary[f"attention/{name}/{quantity}/mean"] for quantity in ("entropy", "first_token")]
+
+
+def packed(attend, documents):
+    """A layer over documents side by side, and what each says alone."""
+
+    class Layer(nn.Module):
+        def forward(self, x, ids=None):
+            return attend(x, ids)
+
+    model, x, found = Layer(), 3 * torch.randn(2, 2, len(documents), 8), []
+    whole = Monitor(model)
+    with whole:
+        model(x, documents)
+    for n in documents.unique():
+        part, alone = x[:, :, documents == n], Monitor(model)
+        with alone:
+            model(part)
+        choices = part.shape[2] - 1 if attend is not both_ways else part.shape[2] * (part.shape[2] > 1)
+        found.append((choices, numbers(alone, "Layer")))
+    count = sum(n for n, _ in found)
+    return numbers(whole, "Layer"), [sum(n * told[m] for n, told in found if n) / count for m in (0, 1)]
+
+
+def ours(x, ids):
+    return es.attention(x, x, x, es.causal() if ids is None else es.causal() & es.documents(ids))
+
+
+def of_torch(x, ids):
+    mask = torch.ones(x.shape[2], x.shape[2]).tril().bool()
+    mask = mask if ids is None else mask & (ids == ids[:, None])
+    return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def windowed(x, ids):
+    return es.attention(x, x, x, es.window(2, 0) if ids is None else es.window(2, 0) & es.documents(ids))
+
+
+def both_ways(x, ids):
+    return es.attention(x, x, x, None if ids is None else es.documents(ids))
+
+
+@pytest.mark.parametrize("attend", [ours, of_torch, windowed, both_ways])
+def test_packed_documents_count_as_they_do_alone(attend):
+    found, alone = packed(attend, torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 3]))
+    assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("attend", [ours, of_torch, windowed])
+def test_queries_without_a_choice_are_no_collapse(attend):
+    class Layer(nn.Module):
+        def forward(self, x, ids=None):
+            return attend(x, ids)
+
+    monitor = Monitor(Layer())
+    for ids, i in ((torch.arange(6), 6), (None, 1)):
+        with monitor:
+            monitor.model(torch.randn(1, 2, i, 8), ids)
+        assert monitor.alarms() == [] and all(map(math.isnan, numbers(monitor, "Layer")))
+    with monitor:  # nearly all alone, and two that choose evenly
+        monitor.model(torch.zeros(1, 2, 60, 8), torch.arange(60).clamp(max=58))
+    assert monitor.alarms() == [] and numbers(monitor, "Layer") == pytest.approx([math.log(2), 0.5])
 
 
 def test_alarms():

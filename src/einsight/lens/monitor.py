@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import einsight as es
@@ -57,7 +58,7 @@ class _Layer:
 
     def of(self, quantity: str) -> Float[Tensor, " h"]:
         found = getattr(self, quantity)
-        return found if quantity == "max_score" else found / self.queries.clamp(min=1)
+        return found if quantity == "max_score" else found / self.queries  # NaN where no query had a choice
 
 
 class Monitor:
@@ -137,7 +138,9 @@ class Monitor:
         """The last step watched as plain numbers, for TensorBoard or W&B.
 
         "attention/{layer}/{quantity}/{min | mean | max}" over the heads, quantity "max_score", "entropy" (in nats) or
-        "first_token"; the latter two are means over queries, padding left out. With `heads`, ".../head_{n}" as well.
+        "first_token"; the latter two are means over queries, leaving out padding and queries that see one key only,
+        as each sequence's first does, which have no choice (NaN if there are no others). First tokens are those whose
+        own query sees no key before them: of packed documents each one's. With `heads`, ".../head_{n}" as well.
         """
         layers = self._found()
         names, rows = [], []
@@ -199,8 +202,8 @@ class Monitor:
         if self._missed:
             raise LookupError(words.missed(self._missed))
         raise LookupError(
-            "the monitor saw no step: run forward and backward within `with monitor:`. "
-            + (words.nothing_seen(self.model) if self.step else "")
+            "the monitor saw no step: run forward and backward within `with monitor:`"
+            + (f". {words.nothing_seen(self.model)}" if self.step else "")
         )
 
 
@@ -209,16 +212,11 @@ def _read(call: Call, module: nn.Module) -> _Layer:
     g, j = call.key.shape[1:3]
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     query, key, keep = call.query.to(dtype), call.key.to(dtype), call.rule.keep
-    # The weight on the first token rides along as the value.
-    first = torch.zeros(1, 1, j, 1, dtype=dtype, device=key.device)
-    first[:, :, :1] = 1
-    if keep is not None:
-        first = torch.zeros(len(keep), 1, j, 1, dtype=dtype, device=key.device)
-        first.scatter_(2, keep.to(torch.uint8).argmax(1)[:, None, None, None], 1)
+    count, first = _visible(call)
     share, (largest, entropy, lse) = es.attention(
         query,
         key,
-        first.expand(b, g, -1, -1),
+        first.to(dtype)[:, None, :, None].expand(b, g, -1, -1),  # the weight on first tokens rides along as the value
         call.mask,
         offset=call.offset,
         readouts=[es.MaxScore(), es.Entropy(), es.LogSumExp()],
@@ -228,15 +226,49 @@ def _read(call: Call, module: nn.Module) -> _Layer:
     if keep is not None and not call.cross and i == j:
         real = real & keep[:, None].to(real.device)
         largest = largest.masked_fill(~real, -torch.inf)
+    # Without a choice of keys there is nothing to tell; a sink is a choice.
+    told = real if "sink" in call.settings else real & (count > 1)
 
     def total(values: Float[Tensor, "b h i"]) -> Float[Tensor, " h"]:
-        return values.where(real, 0).sum((0, 2))
+        return values.where(told, 0).sum((0, 2))
 
     return _Layer(
         module,
         largest.amax((0, 2)),
         total(entropy),
         total(share.squeeze(-1)),
-        real.expand(b, h, i).sum((0, 2)).to(dtype),
+        told.expand(b, h, i).sum((0, 2)).to(dtype),
         "softcap" in call.settings,
     )
+
+
+def _visible(call: Call) -> tuple[Int[Tensor, "b _ i"], Bool[Tensor, "b j"]]:
+    """How many keys each query may see, and which keys are first tokens.
+
+    A first token is one whose own query sees no key before it: that of the row, or of each packed document. In
+    cross-attention it is the first key that isn't padding.
+    """
+    b, _, i, _ = call.query.shape
+    j, rule, device = call.key.shape[2], call.rule, call.key.device
+    keep = torch.ones(1, j, dtype=torch.bool, device=device) if rule.keep is None else rule.keep.to(device)
+    start = torch.zeros_like(keep).scatter_(1, keep.to(torch.uint8).argmax(1, keepdim=True), True).expand(b, -1)
+    if rule.other is None and isinstance(call.offset, int):
+        place = call.offset + torch.arange(i, device=device)
+        before = F.pad(keep.cumsum(1), (1, 0))
+        last = (place + 1).clamp(0, j) if rule.causal else torch.full_like(place, j)
+        begin = torch.zeros_like(place) if rule.left is None else (place - rule.left).clamp(0, j)
+        return (before[:, last] - before[:, begin])[:, None].expand(b, -1, -1), start
+    # Equal scores tell it under any mask: the lse is ln(how many), the first of equals the lowest key.
+    heads = 1 if rule.other is None or (h := _heads(rule.other)) == 1 else h
+    query, key = (torch.zeros(b, heads, n, 1, device=device) for n in (i, j))
+    equal = es.AttentionWeights(query, key, call.mask, offset=call.offset)
+    lse, (_, lowest) = equal.read([es.LogSumExp(), es.TopK(1)])
+    if not call.cross and i == j and call.offset == 0:
+        own = torch.arange(i, device=device)
+        lowest = torch.where(lowest.squeeze(-1) < 0, j, lowest.squeeze(-1)).amin(1)
+        start = lowest == own
+    return lse.exp().round().long(), start
+
+
+def _heads(mask: es.Mask | Tensor) -> int:
+    return mask.shape[1] if isinstance(mask, Tensor) else mask.extent()[1]
