@@ -521,7 +521,7 @@ def test_refusals():
         lens[3]
     with pytest.raises(IndexError, match="layer 0 is out of range: the lens saw 0 cross-attention layers"):
         lens.cross[0]
-    with pytest.raises(KeyError, match=r"no layer 'x' was kept; there are blocks\.0\.attention"):
+    with pytest.raises(KeyError, match=r"no self-attention layer 'x' was kept; there are blocks\.0\.attention"):
         lens["x"]
 
 

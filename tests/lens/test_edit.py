@@ -173,6 +173,7 @@ def test_edits_compose_and_the_lens_sees_them(model):
             torch.testing.assert_close(lens[n].weights.dense(), found[n], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:edited layers are checkpointed")  # rightly: no backward is to follow
 def test_what_is_not_edited_keeps_its_bits(model):
     plain = run(model, IDS)
     with Lens(model) as before:
@@ -276,3 +277,16 @@ def test_leaves_no_trace():
         copied = copy.deepcopy(model)
         assert torch.equal(copied(IDS), plain)
         model(IDS)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_outside_of_the_edit_is_foretold_where_it_recomputes(reentrant):
+    model = GPT("sdpa", reentrant).eval()
+    said = r"checkpointed \(blocks.1.attention\), and no backward ran within the edit"
+    with pytest.warns(UserWarning, match=said), Edit(model, layers=1, mask=es.window(2, 0)):
+        model(IDS)
+    with Edit(model, layers=1, mask=es.window(2, 0)):
+        model(IDS).sum().backward()
+    if not reentrant:  # which has a warning of its own there
+        with torch.no_grad(), Edit(model, layers=1, mask=es.window(2, 0)):
+            model(IDS)

@@ -12,7 +12,7 @@ from lens.gpt import GPT
 from torch import nn
 
 import einsight as es
-from einsight.lens import Edit, Lens
+from einsight.lens import Edit, Lens, effects
 
 hf = pytest.importorskip("transformers")
 from lens.architectures import build  # noqa: E402
@@ -145,6 +145,14 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "heads names 4, but there are 2", run, heads=4, output=0)
     refused(ValueError, "weights= come from a run of 2 sequences, 7 queries and 7 keys, but layer", run, weights=clean)
     refused(ValueError, "needs its values: Lens\\(model, values=True\\)", run, layers=0, output=part)
+    refused(ValueError, "needs its values", run, layers=0, output=("mean", part))
+    with Lens(run.model, readouts={"entropy": es.Entropy()}) as read:
+        run()
+    refused(ValueError, "weights= is a lens that keeps only the results of its readouts=", run, weights=read)
+    refused(ValueError, "weights= is a call of a lens that keeps only the results", run, weights=read[0])
+    refused(ValueError, r"values=True\), without readouts=", run, output=read)
+    with pytest.raises(ValueError, match="weights= is a lens that keeps only the results"):
+        effects(run.model, run.ids, lambda output: output.sum(), weights=read)
     refused(ValueError, "a lens that kept no layer 'blocks.1.attention'", run, weights=part)
     shape = r"output= has shape \[5, 8\], which does not broadcast to layer 'blocks.0.attention'"
     refused(ValueError, shape, run, output=torch.ones(5, 8))

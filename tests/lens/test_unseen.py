@@ -146,3 +146,23 @@ def test_opened_twice():
     lens.clear()
     with pytest.raises(LookupError, match="saw no call"):
         lens[0]
+
+
+def test_what_is_not_there_is_said_so():
+    model = nn.ModuleDict({"own": Attend(), "cross_attn": Attend()})
+    x = torch.randn(1, 2, 5, 4)
+    with Lens(model) as lens:
+        for layer in model.values():
+            layer(x, x, x)
+    with pytest.raises(LookupError, match="the lens was opened without readouts="):
+        lens[0].results["entropy"]
+    for source, name, said in [
+        (lens, "cross_attn", r"'cross_attn' is cross-attention: lens\.cross\["),
+        (lens.cross, "own", r"'own' is self-attention: lens\["),
+        (lens, "x", "no self-attention layer 'x' was kept; there are own"),
+        (lens.cross, "x", "no cross-attention layer 'x' was kept; there are cross_attn"),
+    ]:
+        with pytest.raises(KeyError, match=said):
+            source[name]
+    with pytest.raises(ValueError, match="keep_on='meta' would keep no numbers"):
+        Lens(model, keep_on="meta")

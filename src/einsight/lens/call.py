@@ -35,10 +35,20 @@ class Call:
     name: str = ""
     index: int = -1
     module: nn.Module | None = None
-    results: Any = None
+    _results: Any = None
     dropout: float = 0.0
     _read: bool = False  # whether only the results were kept
     _window: int | None = None  # how many keys a cache may keep, where the model tells
+
+    @property
+    def results(self) -> Any:
+        """What the lens' readouts gave."""
+        if self._results is None:
+            raise LookupError(
+                "there are no results: the lens was opened without readouts=. Ask afterwards, call.weights.read(…), or "
+                "open it with Lens(model, readouts=…)"
+            )
+        return self._results
 
     @property
     def mask(self) -> es.Mask | None:

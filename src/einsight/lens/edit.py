@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from numbers import Real
@@ -16,10 +17,12 @@ from einsight.biases import Bias, as_bias
 from einsight.coordinates import as_axis, numbers
 from einsight.lens import patches, words
 from einsight.lens.call import Call
-from einsight.lens.frames import Running
+from einsight.lens.frames import Running, checkpointed
 from einsight.lens.layers import Layers, checked, chosen
 from einsight.lens.lens import Lens
 from einsight.lens.watch import Watch, here
+
+_NO_RUN = "{} a lens that keeps only the results of its readouts=: open it without them, Lens(model)"
 
 
 class Site(NamedTuple):
@@ -93,6 +96,8 @@ class Edit:
             raise TypeError(
                 f"weights must be a Lens on another run, a Call or AttentionWeights, not {type(weights).__name__}"
             )
+        if isinstance(weights, Lens) and weights._readouts is not None:
+            raise ValueError(_NO_RUN.format("weights= is"))
         if mask is None and bias is None and weights is None and output is None:
             raise ValueError("an Edit changes something: give it mask=, bias=, weights= or output=")
         self.model = model
@@ -110,6 +115,7 @@ class Edit:
         self._follows = weights is not None or isinstance(output, Lens)  # another run's rows, by position
         self._kept: dict[str, tuple[Tensor, int | None]] = {}  # a layer's keys, and how many went before them
         self._calls, self._edited = 0, False
+        self._again: set[str] = set()  # checkpointed layers that no backward has recomputed yet
         self._watch: Watch | None = None
 
     def __enter__(self) -> Edit:
@@ -126,8 +132,16 @@ class Edit:
             self._watch.close(self, self._watch.edits)
         self._watch, self._kept = None, {}
         self._seen.forget()
+        again, self._again = sorted(self._again), set()
         if kind is not None:
             return
+        if again:
+            warnings.warn(
+                f"edited layers are checkpointed ({', '.join(again)}), and no backward ran within the edit: what it "
+                "recomputes outside would not be edited, which gives wrong gradients or PyTorch's CheckpointError. Run "
+                "forward and backward within the edit, or the forward under torch.no_grad()",
+                stacklevel=2,
+            )
         if not self._calls:
             raise LookupError(f"nothing was edited: {words.nothing_seen(self.model)}")
         missing = [layer for layer in self._layers or () if layer not in self._met]
@@ -154,6 +168,10 @@ class Edit:
         if not self._is_chosen(name, index, call.cross):
             return None
         self._edited = True
+        if again:
+            self._again.discard(name)
+        elif checkpointed():
+            self._again.add(name)
         gone = 0 if again or call.cross else self._gone(name, call)
         if self._follows and gone != 0:
             raise ValueError(
@@ -242,6 +260,8 @@ class Edit:
         if isinstance(source, es.AttentionWeights):
             return patches.as_call(source)
         if isinstance(source, Call):
+            if source._read:
+                raise ValueError(_NO_RUN.format(f"{what} is a call of"))
             return source
         try:
             return (source.cross if site.cross else source)[site.name]
@@ -280,6 +300,12 @@ class Edit:
 
 def _checked_output(output: Any) -> Any:
     is_mean = isinstance(output, tuple) and len(output) == 2 and output[0] == "mean" and isinstance(output[1], Lens)
+    lens = output[1] if is_mean else output
+    if isinstance(lens, Lens) and not lens._values:
+        raise ValueError(
+            "output= of another run needs its values: Lens(model, values=True)"
+            + (", without readouts=" if lens._readouts is not None else "")
+        )
     is_number = isinstance(output, Real) and not isinstance(output, bool)
     is_tensor = isinstance(output, Tensor) and output.dtype.is_floating_point
     if not (is_mean or is_number or is_tensor or isinstance(output, Lens | str)):

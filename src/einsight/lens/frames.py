@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
+from torch.utils import checkpoint
 
 _CALL = frozenset(("_wrapped_call_impl", "_call_impl"))
 _FILE = nn.Module._call_impl.__code__.co_filename
@@ -66,6 +68,17 @@ def find(source: str) -> nn.Module | None:
         if not isinstance(root, fx.GraphModule) and isinstance(found := _follow(root, steps), nn.Module):
             return found
     return None
+
+
+def checkpointed() -> bool:
+    """Whether what runs is checkpointed, and a backward will compute it again."""
+    for frame in _frames():
+        if frame.f_code.co_filename == checkpoint.__file__:
+            if frame.f_code.co_name == "forward":  # of the reentrant kind, which runs without gradients
+                return any(frame.f_locals["ctx"].needs_input_grad)
+            if frame.f_code.co_name == "checkpoint":
+                return torch.is_grad_enabled()
+    return False
 
 
 def _frames() -> Iterator[FrameType]:

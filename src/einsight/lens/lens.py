@@ -238,7 +238,7 @@ class Lens:
         if not self._values and self._on_call is None:
             call.value = None
         if self._readouts is not None:
-            call.results = call.weights.read(self._readouts)
+            call._results = call.weights.read(self._readouts)
         if self._on_call is not None:
             self._on_call(call)
         self._keep(replace(call, value=call.value if self._values else None), match)
@@ -275,9 +275,15 @@ class Lens:
             raise LookupError(words.nothing_seen(self.model))
         if isinstance(layer, str):
             name = words.clean(layer)
-            if name in self._records:
+            kept = [[one for one in self._seen.order[kind] if one in self._records] for kind in (False, True)]
+            if name in kept[cross]:
                 return name
-            raise KeyError(f"no layer {layer!r} was kept; there are {', '.join(self._records)}")
+            if name in kept[not cross]:
+                raise KeyError(
+                    f"{layer!r} is " + ("self-attention: lens[…]" if cross else "cross-attention: lens.cross[…]")
+                )
+            kind = "cross-attention" if cross else "self-attention"
+            raise KeyError(f"no {kind} layer {layer!r} was kept; there are {', '.join(kept[cross]) or 'none'}")
         layer = as_int(layer)  # type: ignore[assignment]
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise TypeError(f"a layer is chosen by its number or name, one at a time, not {layer!r}")
@@ -349,6 +355,10 @@ def _call(record: Record | Call) -> Call:
 
 def _check_device(device: torch.device | str) -> None:
     try:
-        torch.empty(0, device=device)
+        is_meta = torch.empty(0, device=device).is_meta
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(f"keep_on must be a device that is there, such as 'cpu', not {device!r}") from error
+    if is_meta:
+        raise ValueError(
+            "keep_on='meta' would keep no numbers: keep_on must be a device that holds them, such as 'cpu'"
+        )

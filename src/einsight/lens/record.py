@@ -151,7 +151,7 @@ class Record:
             if self.value is not None and call.value is not None:
                 self.value.append(call.value[:, :, new].to(self.value.buffer.device))
         self.pieces.append(_piece(call, offset, keys, width))
-        self.template.results = call.results
+        self.template._results = call._results
         self._call = None
 
     def _rule(self) -> Rule:
