@@ -32,9 +32,7 @@ _DEEPEST = 256
 def refuses(problem: Problem) -> str | None:
     if problem.is_transformed:  # asked first: what torch.vmap stacks has no bounds
         return "torch.func can't look into it"
-    if problem.device.type != "cuda" and not (
-        problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    ):
+    if not runs_on(problem.device):
         return f"it runs on GPUs, and the tensors are on {problem.device}; write query.cuda()"
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
@@ -56,6 +54,11 @@ def refuses(problem: Problem) -> str | None:
     if isinstance(settings, str):
         return settings
     return next((refusal for refusal in asked(problem) if isinstance(refusal, str)), None)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether it is a GPU, or Triton's interpreter stands for one."""
+    return device.type == ("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
 def _refuses_derivative(problem: Problem) -> str | None:

@@ -1,4 +1,4 @@
-"""The backward on tensors: the launches of its two kernels."""
+"""The backward on tensors: the launches of its kernels."""
 
 from __future__ import annotations
 
@@ -87,10 +87,12 @@ def backward(
         torch.empty(b, h, i, device=query.device) if wanted[4] else None,
     )
     size = tile("of queries", query.dtype, padded(d), padded(max(e, 1)))
-    if again or made.query is not None or made.slopes is not None:
-        blocks = -(-i * (h // g) // size.rows)
+    blocks, sizes = -(-i * (h // g) // size.rows), {"M": size.rows, "N": size.keys}
+    if again:
+        rest = *arguments, blocks, g
+        launch(kernels.means_of_rows, blocks * b * g, query.device, size, *rest, **sizes, **constants)
+    if made.query is not None or made.slopes is not None:
         rest = *arguments, made.query, made.slopes, blocks, g
-        sizes = {"M": size.rows, "N": size.keys, "MEAN": again}
         launch(kernels.gradients_of_queries, blocks * b * g, query.device, size, *rest, **sizes, **constants)
     size = tile("of keys", query.dtype, padded(d), padded(max(e, 1)))
     if made.key is not None or made.value is not None:

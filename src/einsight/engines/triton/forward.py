@@ -14,7 +14,7 @@ from einsight.engines.triton.launch import launch, padded, precision, scene, til
 from einsight.engines.triton.lowered import Lowered
 from einsight.problem import Problem, per_query
 
-CHUNK = 32  # columns of the output that are mended together
+CHUNK = 16  # columns of the output that are mended together
 MOST_SHARES = 8  # intervals whose weight the forward sums; more go into the second pass
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from einsight.engines import triton as face
 from einsight.engines.asks import Ask, Kind, result_for
 from einsight.engines.join import asked_queries
-from einsight.engines.triton import derivatives
+from einsight.engines.triton import derivatives, trust
 from einsight.engines.triton.forward import MOST_SHARES, Found, Wanted, forward, is_interval
 from einsight.engines.triton.launch import scene
 from einsight.engines.triton.lowered import Lowered, lowered
@@ -18,11 +18,14 @@ from einsight.engines.triton.passes import Second
 from einsight.problem import Problem
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Scores
 
+LOG2E = 1.4426950408889634
+
 
 def run(problem: Problem) -> tuple[Tensor | None, tuple[Any, ...]]:
     settings = lowered(problem)
     if isinstance(settings, str):
         raise ValueError(f"the triton engine can't compute this: {settings}")
+    trust.check(problem.device, run)
     operands = resolved(problem)
     if problem.needs_grad:
         return derivatives.run(problem, operands, settings)
@@ -43,6 +46,17 @@ def wants(problem: Problem) -> Wanted:
     second = any(ask.kind is not Kind.DISTANCE and not any(ask is s for s in shares) for ask in asks(problem))
     distance = any(ask.kind is Kind.DISTANCE for ask in asks(problem))
     return Wanted(LogSumExp in kinds, MaxScore in kinds, Entropy in kinds, False, second, distance, tuple(shares))
+
+
+def from_lse(problem: Problem, lse: Tensor) -> tuple[Any, ...]:
+    """The results, where the output and its lse have come from elsewhere."""
+    settings: Any = lowered(problem)  # `refuses` saw to it
+    trust.check(problem.device, run)
+    lse = lse.float().contiguous()
+    seen = lse != -torch.inf
+    saved = torch.stack([lse.where(seen, 0) * LOG2E, seen.float()])
+    found = Found(lse=lse, saved=saved)
+    return answers(problem, found, Wanted(lse=True, saved=True), settings, resolved(problem))
 
 
 def asks(problem: Problem) -> list[Ask]:

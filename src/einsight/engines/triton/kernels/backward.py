@@ -40,7 +40,7 @@ class Upper(NamedTuple):
     entropy: Any
     received: View | None  # [b, h, 1, j]
     counts: Any  # bytes [i]: which queries `received` is about; None is all
-    mean: Any  # Σ w g of each row, which the first kernel finds or is given
+    mean: Any  # Σ w g of each row
 
 
 class Block(NamedTuple):
@@ -137,12 +137,34 @@ def query_tile(
 
 
 @triton.jit
+def means_of_rows(
+    scene, value, e, upper, blocks, groups,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Σ w g of each row, in the very terms that it is then taken from: where one weight is nearly 1, both are nearly
+    alike. A program is a block of rows of one key head."""
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks
+    b = (program // blocks // groups).to(tl.int64)
+    group = program // blocks % groups
+    x = block_of(scene, upper, e, b, group, block, M, D, E)
+    EXACT: tl.constexpr = scene.seen is None and scene.key_ids is None
+    start, stop, left, right = reach(x.rows, EXACT, N)
+    mean = tl.zeros([M], tl.float32)
+    for first in range(left, right, N):
+        mean = mean_tile(scene, value, e, upper, x, group, first, mean, D, E, N, False, PRECISION)
+    for t in range(0, (left - start) // N + tl.cdiv(tl.maximum(stop - right, 0), N)):
+        place = edge(t, start, left, right, N)
+        mean = mean_tile(scene, value, e, upper, x, group, place, mean, D, E, N, True, PRECISION)
+    tl.store(upper.mean + x.at, mean, mask=x.rows.ok)
+
+
+@triton.jit
 def gradients_of_queries(
     scene, value, e, upper, to, slopes, blocks, groups,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of rows of one key head. With MEAN it goes over the keys once before, for Σ w g of each row
-    in the very terms that it is then taken from: where one weight is nearly 1, both are nearly alike."""
+    """A program is a block of rows of one key head."""
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
     b = (program // blocks // groups).to(tl.int64)
@@ -152,16 +174,7 @@ def gradients_of_queries(
     SLOPES: tl.constexpr = slopes is not None
     start, stop, left, right = reach(x.rows, EXACT, N)
     edges = (left - start) // N + tl.cdiv(tl.maximum(stop - right, 0), N)
-    if MEAN:
-        mean = tl.zeros([M], tl.float32)
-        for first in range(left, right, N):
-            mean = mean_tile(scene, value, e, upper, x, group, first, mean, D, E, N, False, PRECISION)
-        for t in range(0, edges):
-            place = edge(t, start, left, right, N)
-            mean = mean_tile(scene, value, e, upper, x, group, place, mean, D, E, N, True, PRECISION)
-        tl.store(upper.mean + x.at, mean, mask=x.rows.ok)
-    else:
-        mean = tl.load(upper.mean + x.at, mask=x.rows.ok, other=0.0)
+    mean = tl.load(upper.mean + x.at, mask=x.rows.ok, other=0.0)
     made = tl.zeros([M, D], tl.float32)
     of_slope = tl.zeros([M], tl.float32)
     for first in range(left, right, N):

@@ -108,12 +108,12 @@ def tile(
             wide = v.to(tl.float32)
             up = wide == float("inf")
             down = wide == float("-inf")
-            some = ((s != float("-inf")) & (weight > 0)).to(v.dtype)
-            seen = (s != float("-inf")).to(v.dtype)
+            some = ((s != float("-inf")) & (weight > 0)).to(tl.float32).to(v.dtype)
+            seen = (s != float("-inf")).to(tl.float32).to(v.dtype)
             ends = tl.dot(
                 some, (tl.where(up, 1.0, 0.0) + tl.where(down, 128.0, 0.0)).to(v.dtype), input_precision="tf32"
             )
-            odd = tl.dot(seen, ((wide - wide) != 0).to(v.dtype), input_precision="tf32")
+            odd = tl.dot(seen, ((wide - wide) != 0).to(tl.float32).to(v.dtype), input_precision="tf32")
             falls = tl.floor(ends / 128)
             rises = ends - 128 * falls
             spoilt = spoilt | (rises > 0).to(tl.int32) | ((falls > 0).to(tl.int32) * 2)
