@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import einsight as es
+from einsight.engines.triton import launch as launching
 from einsight.engines.triton import running, trust
 from einsight.problem import pose
 
@@ -96,6 +97,7 @@ def compiled(arch: int, case: str, d: int, dtype: torch.dtype) -> Iterator[Line]
 
     triton.runtime.driver.set_active(_Driver(arch))
     trust.trusted.add(torch.device("cpu"))
+    launching.architecture = lambda device: arch
     for module in modules():
         module.launch = compile_instead  # type: ignore[attr-defined]
     for asked in READOUTS:

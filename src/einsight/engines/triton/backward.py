@@ -86,7 +86,7 @@ def backward(
         None,
         torch.empty(b, h, i, device=query.device) if wanted[4] else None,
     )
-    size = tile("of queries", query.dtype, padded(d), padded(max(e, 1)))
+    size = tile("of queries", query.device, query.dtype, padded(d), padded(max(e, 1)))
     blocks, sizes = -(-i * (h // g) // size.rows), {"M": size.rows, "N": size.keys}
     if again:
         rest = *arguments, blocks, g
@@ -94,7 +94,7 @@ def backward(
     if made.query is not None or made.slopes is not None:
         rest = *arguments, made.query, made.slopes, blocks, g
         launch(kernels.gradients_of_queries, blocks * b * g, query.device, size, *rest, **sizes, **constants)
-    size = tile("of keys", query.dtype, padded(d), padded(max(e, 1)))
+    size = tile("of keys", query.device, query.dtype, padded(d), padded(max(e, 1)))
     if made.key is not None or made.value is not None:
         first, last = (t.to(torch.int32).to(query.device) for t in reaching(problem, None, size.keys))
         blocks = -(-j // size.keys)

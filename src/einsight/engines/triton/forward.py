@@ -87,7 +87,7 @@ def forward(
         found.distance,
     )
     sink = None if problem.sink is None else along(problem.sink.detach(), 0, problem.heads).float().contiguous()
-    size = tile("attend", query.dtype, padded(d), padded(max(e, 1)))
+    size = tile("attend", device, query.dtype, padded(d), padded(max(e, 1)))
     blocks = -(-i * (h // g) // size.rows)
     constants: dict[str, Any] = {
         "M": size.rows,

@@ -81,14 +81,33 @@ TILES: dict[tuple[str, int, int], Tile] = {
 }
 
 
-def tile(kernel: str, dtype: torch.dtype, *dims: int) -> Tile:
+# What spills with the sizes above on older or newer ones than sm_90.
+BEFORE_90: dict[tuple[str, int, int], Tile] = {
+    ("attend", 64, 2): Tile(64, 64, 8, 2),
+    ("attend", 256, 2): Tile(32, 16, 8, 2),
+    ("of queries", 128, 2): Tile(32, 32, 8, 2),
+    ("weights", 256, 2): Tile(32, 64, 8, 2),
+    ("of keys", 128, 4): Tile(16, 32, 8, 1),
+}
+FROM_100: dict[tuple[str, int, int], Tile] = {
+    ("of keys", 64, 2): Tile(32, 64, 8, 2),
+    ("of keys", 128, 2): Tile(32, 32, 8, 2),
+}
+
+
+def architecture(device: torch.device) -> int:
+    """80 for sm_80, and so on."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def tile(kernel: str, device: torch.device, dtype: torch.dtype, *dims: int) -> Tile:
     if INTERPRETED:  # small ones, so that small problems have several
         return Tile(16, 16, 1, 1)
-    return next(
-        size
-        for (name, d, bytes_), size in TILES.items()
-        if (name, bytes_) == (kernel, dtype.itemsize) and max(dims) <= d
-    )
+    name = kernel, next(d for d in (64, 128, 256) if max(dims) <= d), dtype.itemsize
+    arch = architecture(device)
+    others = BEFORE_90 if arch < 90 else FROM_100 if arch >= 100 else {}
+    return others.get(name, TILES[name])
 
 
 def padded(dim: int) -> int:

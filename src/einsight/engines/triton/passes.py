@@ -28,7 +28,7 @@ class Second:
     def __init__(self, problem: Problem, scene: Any, lowered: Lowered, saved: Tensor, query: Tensor):
         self.problem, self.scene, self.lowered, self.saved = problem, scene, lowered, saved
         self.device = query.device
-        self.size = tile("weights", query.dtype, padded(problem.sizes.d))
+        self.size = tile("weights", query.device, query.dtype, padded(problem.sizes.d))
         self.constants = {
             "M": self.size.rows,
             "N": self.size.keys,
@@ -122,7 +122,10 @@ class Second:
         b, h, _, i, j = self.problem.sizes[:5]
         lines_, columns = -(-i // size), -(-j // size)
         to = self._empty(b, h, lines_, columns)
-        self._launch(kernels.pool, b * h * lines_ * columns, self._saved(None), to, size, lines_, columns)
+        # A loop in a loop: the compiler fails on sm_100 if it is to have tiles on their way.
+        arguments = self.scene, self._saved(None), to, size, lines_, columns
+        one_by_one = self.size._replace(stages=1)
+        launch(kernels.pool, b * h * lines_ * columns, self.device, one_by_one, *arguments, **self.constants)
         return to
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:

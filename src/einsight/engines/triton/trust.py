@@ -27,6 +27,7 @@ def check(device: torch.device, run: Any) -> None:
         for heads, n in ((4, 37), (2, 41), (2, 41))
     )
     with torch.no_grad():
+        right: Any
         problem = pose(query, key, value, causal(), offset=4, readouts=tuple(READOUTS.values()))
         (output, found), (right, expected) = run(problem), stream.run(problem)
     names = ["output", *READOUTS]

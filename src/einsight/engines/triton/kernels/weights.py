@@ -193,7 +193,7 @@ def pool(
     line = program // columns % lines
     head = program // columns // lines % scene.h
     b = (program // columns // lines // scene.h).to(tl.int64)
-    total = 0.0
+    total = tl.zeros([M], tl.float32)
     for below in range(0, size, M):
         row = line * size + below + tl.arange(0, M)
         ok = (row < scene.i) & (row < (line + 1) * size)
@@ -207,5 +207,5 @@ def pool(
             n, k = load_key_tile(scene, b, head // scene.shared, place, True, D, N)
             s, _ = scores(scene, rows, q, k, n, LOG2E, True, PRECISION)
             ours = ok[:, None] & ((n >= column * size) & (n < (column + 1) * size))[None, :]
-            total += tl.sum(tl.sum(tl.where(ours, weights(s, reference, inverse), 0.0), 1), 0)
-    tl.store(to + ((b * scene.h + head) * lines + line) * columns + column, total)
+            total += tl.sum(tl.where(ours, weights(s, reference, inverse), 0.0), 1)
+    tl.store(to + ((b * scene.h + head) * lines + line) * columns + column, tl.sum(total, 0))
