@@ -122,7 +122,8 @@ class At:
 
     @property
     def p(self) -> Int[Tensor, "#b 1 i 1"]:
-        return self.positions[:, None, :, None]
+        b, i = self.positions.shape
+        return self.positions.view(b, 1, i, 1)
 
     @property
     def j(self) -> Int[Tensor, "1 1 1 j"]:

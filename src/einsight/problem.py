@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from einsight.biases import Bias, as_bias
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
 from einsight.masks import Mask
-from einsight.masks.mask import offset_needed, place_queries
+from einsight.masks.mask import check_offset, offset_needed, place
 from einsight.readouts import Readout, changed
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -62,8 +62,8 @@ class Problem:
     batch: Axis
     heads: Axis
     queries: Axis
-    positions: Int[Tensor, "#b i"]
-    is_placed: bool  # whether it is known where the queries stand
+    offset: int | Int[Tensor, "#all_b"]  # where query 0 stands among the keys
+    is_placed: bool  # whether that is known
     scale: float
     mask: Mask | None = None
     softcap: float | None = None
@@ -96,7 +96,7 @@ class Problem:
         # A user's function may capture anything.
         return self.score_mod is not None or any(t.requires_grad for t in self.tensors)
 
-    @property
+    @_remembered
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that gradients may flow into, as far as can be seen."""
         own = (self.query, self.key, self.value, self.sink)
@@ -122,6 +122,11 @@ class Problem:
         rules = (self.mask, self.bias, *self.readouts)
         held = (*self.tensors, *(t for rule in rules if rule is not None for t in _held(rule)))
         return tuple(0 if t.is_inference() else t._version for t in held)
+
+    @_remembered
+    def positions(self) -> Int[Tensor, "#b i"]:
+        """Where each query stands among the keys, on the CPU."""
+        return place(self.offset if isinstance(self.offset, int) else along(self.offset, 0, self.batch), self.queries)
 
     @_remembered
     def bounds(self) -> Bounds:
@@ -186,12 +191,11 @@ class Problem:
 
         Key/value heads are kept as they are if whole groups were chosen, else one is taken for each query head.
         """
-        query, key, value, positions = self.query, self.key, self.value, self.positions
+        query, key, value = self.query, self.key, self.value
         chosen: dict[str, Axis] = {}
         if batch is not None:
             query, key = _pick(query, 0, batch), _pick(key, 0, batch)
             value = None if value is None else _pick(value, 0, batch)
-            positions = along(positions, 0, batch)
             chosen["batch"] = _compose(self.batch, batch)
         if heads is not None:
             query = _pick(query, 1, heads)
@@ -204,9 +208,8 @@ class Problem:
             chosen["heads"] = _compose(self.heads, heads)
         if queries is not None:
             query = _pick(query, 2, queries)
-            positions = positions[:, numbers(queries)]
             chosen["queries"] = _compose(self.queries, queries)
-        return replace(self, query=query, key=key, value=value, positions=positions, **chosen)
+        return replace(self, query=query, key=key, value=value, **chosen)
 
     def asking(self, readouts: tuple[Readout, ...], value: Tensor | None) -> Problem:
         """The same weights, asked for other readouts and applied to another value."""
@@ -290,7 +293,7 @@ def pose(
         range(given.b),
         range(given.h),
         range(given.i),
-        place_queries(offset, given, _positional(mask, bias, score_mod)),
+        check_offset(offset, given, _positional(mask, bias, score_mod)),
         offset is not None or given.i == given.j,
         _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
         mask,

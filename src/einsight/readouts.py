@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from einsight.coordinates import At, Axis, Sizes, along, as_axis, as_int, numbers, to_four
 from einsight.masks import Mask
+from einsight.masks.mask import shown
 
 
 class Top(NamedTuple):
@@ -111,7 +112,7 @@ class Readout:
 
     def __repr__(self) -> str:
         own = {n: x for n, x in vars(self).items() if not n.startswith("_") and n not in ("positional", "tensors")}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={shown(value)}' for name, value in own.items())})"
 
 
 def changed(readout: Readout, **changes: object) -> Readout:

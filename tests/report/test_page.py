@@ -160,7 +160,28 @@ def test_hiding_the_first_token(visit, text, lens):
     assert torch.allclose(shown(page)[1:10], want[1:10], atol=0.02)
     assert float(shown(page)[0]) == 0
     assert "hid" in token(page, 0).get_attribute("class").split()
-    assert "The hidden token takes" in said(page, "text-read")
+    share = page.evaluate(f"percent(rawWeight(PART, {layer * 3 + head}, 9, 0))")
+    assert f"Hidden: The0, which takes {share}; the rest is scaled up." in said(page, "text-read")
+    page.click("#directions [data-v=in]")
+    point(page, 4)
+    received = page.evaluate("percent(receivedOf(PART, current(), false)[0])")
+    assert f"Hidden: The0, which receives {received} of all attention on average" in said(page, "text-read")
+    token(page, 4).click()
+    point(page, 9)
+    assert f"Hidden: The0, which takes {share} of what saw9 has" in said(page, "text-read")
+    assert f"Hidden: The0, which takes {share}" in said(page, "map-read")
+    page.click("#directions [data-v=sum]")
+    settled(page)
+    assert f"Hidden: The0, which receives {received}" in said(page, "text-read")
+    page.click("#directions [data-v=out]")
+    token(page, 0).click()
+    settled(page)
+    assert "Hidden: The0, which takes 100%; too little is left to show." in said(page, "text-read")
+    page.click("#hide")
+    settled(page)
+    assert "idden" not in said(page, "text-read") + said(page, "map-read") + said(page, "each-read")
+    page.click("#hide")
+    settled(page)
     about = header(text)["parts"][0]
     assert page.evaluate("Array.from(scores('entropy'))") == pytest.approx(
         torch.tensor(about["without_first"]["entropy"]).flatten().tolist(), abs=1e-6
@@ -248,8 +269,19 @@ def test_finding_words_and_heads(visit, text):
     second = state(page, "focus")
     press(page, "Enter")
     assert {first, second, state(page, "focus")} == {1, 8, 18}
+    assert said(page, "found") == "3 places"
     press(page, "Escape")
     assert page.evaluate("S.found") == []
+    assert not page.locator("#found").is_visible()
+    for asked, answer in [
+        ("owls", "nowhere in the text"),
+        ("L9H1", "no head L9H1 here, nor such a text"),
+        ("owl", "3 places"),
+    ]:
+        page.fill("#find", asked)
+        settled(page)
+        assert said(page, "found") == answer
+        assert page.locator("#found").is_visible()
     for asked, head in [("L2H1", 7), ("3.2", 11), ("0 0", 0)]:
         page.fill("#find", asked)
         settled(page)
@@ -423,6 +455,41 @@ def test_cross_attention(visit, tmp_path):
     page.keyboard.type("w")
     settled(page)
     assert (page.evaluate("S.found"), page.evaluate("S.foundKeys")) == ([], [3])
+    assert said(page, "found") == "0 places in the queries, 1 place in the keys"
+    page.fill("#find", "no")
+    settled(page)
+    assert said(page, "found") == "nowhere in the texts"
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_two_long_texts_are_usable_together(visit, tmp_path, width):
+    torch.manual_seed(0)
+    weights = torch.softmax(torch.randn(1, 3, 170, 310) * 4, -1)
+    tokens, keys = [f" query{n}" for n in range(170)], [f" key{n}" for n in range(310)]
+    page = visit(
+        report.html(weights, tmp_path / "page.html", tokens=tokens, key_tokens=keys), {"width": width, "height": 844}
+    )
+    page.evaluate("document.querySelector('#text-note').scrollIntoView()")
+    settled(page)
+    boxes = [page.locator(".text").nth(n).bounding_box() for n in (0, 1)]
+    for box in boxes:
+        assert box["y"] >= 0
+        assert box["y"] + box["height"] <= 844 - page.locator("#text-read").bounding_box()["height"]
+        assert box["height"] >= 200
+    if width > 560:
+        assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    for n in (2, 5):
+        point(page, n, text=0)
+        settled(page)
+        half = (
+            (weights[0, state(page, "head"), n] > 0.51 * weights[0, state(page, "head"), n].max()).nonzero().flatten()
+        )
+        assert any(inside(token(page, k, text=1).bounding_box(), boxes[1]) for k in half.tolist())
+        assert inside(token(page, n, text=0).bounding_box(), boxes[0])  # the text that is read stays
+
+
+def inside(box, around):
+    return around["y"] <= box["y"] and box["y"] + box["height"] <= around["y"] + around["height"]
 
 
 def test_parts(visit, tmp_path):
@@ -508,3 +575,264 @@ def test_touch(visit, text):
     token(page, 8).tap()
     settled(page)
     assert (state(page, "focus"), state(page, "pinned")) == (8, True)
+
+
+CONTRAST = """elements => { const parse = c => c.match(/[\\d.]+/g).map(Number);
+  const lum = c => [.2126, .7152, .0722].reduce((sum, p, n) => {
+    const x = c[n] / 255; return sum + p * (x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4); }, 0);
+  return elements.map(e => { let under = e, back = [0, 0, 0, 0];
+    while (under && (back = parse(getComputedStyle(under).backgroundColor))[3] === 0) under = under.parentElement;
+    const pair = [lum(parse(getComputedStyle(e).color)), lum(back)].sort((a, b) => b - a);
+    return (pair[0] + .05) / (pair[1] + .05); }); }"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read(visit, text, scheme):
+    page = visit(text, color_scheme=scheme)
+    for n in (3, 12):
+        point(page, n)
+        for what in (".t", ".t i", ".note", "button:not([hidden])", "h2", "sub", "header p"):
+            assert min(page.locator(what).evaluate_all(CONTRAST), default=21) >= 4.5, what
+    ink, veil = (page.locator(f'.t[data-i="{n}"]').evaluate("e => getComputedStyle(e).color") for n in (2, 15))
+    assert token(page, 15).get_attribute("class") == "t off"
+    assert ink != veil
+    least = page.evaluate("""() => { const lum = c => [.2126, .7152, .0722].reduce((sum, p, n) => {
+        const x = c[n] / 255; return sum + p * (x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4); }, 0);
+      const of = hex => [1, 3, 5].map(n => parseInt(hex.slice(n, n + 2), 16));
+      return Math.min(...RAMP.map((c, n) => { const [a, b] = [lum(c), lum(of(OVER[n]))].sort((a, b) => b - a);
+        return (a + .05) / (b + .05); })); }""")
+    assert least >= 4.5
+
+
+@pytest.mark.parametrize("mask", [es.causal(), None, es.window(3, 3)])
+def test_the_name_of_a_row_lies_over_no_cell(visit, tmp_path, mask):
+    q, k = torch.randn(2, 1, 2, N, 8)
+    page = visit(report.html(es.AttentionWeights(q, k, mask), tmp_path / "page.html", tokens=spaced(TEXT)))
+    for n in range(N):
+        page.evaluate(f"set({{ focus: {n} }})")
+        settled(page)
+        found = page.evaluate("({ ...NAMED, size: CELL.w, high: CELL.h, low: 60 + CELL.h * PART.i })")
+        if not found["beside"]:
+            assert found["y"] - 6 >= found["low"]
+            continue
+        rows = [(y - 60) / found["high"] for y in (found["y"] - 5, found["y"] + 5)]
+        for row in range(max(int(rows[0]), 0), min(int(rows[1]), N - 1) + 1):
+            assert found["x"] >= page.evaluate(f"PART.heads[0].layer.arrays.hi[{row}]") * found["size"]
+
+
+@pytest.mark.parametrize("size", [1e-7, 3e-3, 1.0, 4e2, 5e4])
+def test_lengths_of_any_size_have_significant_digits(visit, tmp_path, size):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 7, 4)
+    value = torch.rand(1, 2, 7, 4) * size
+    with Lens(Given(), values=True) as lens:
+        lens.model(q, k, value)
+    page = visit(report.html(lens, tmp_path / "page.html", tokens=[f" letter-{c}" for c in "abcdefg"]))
+    page.click("#measures [data-v=value]")
+    point(page, 6)
+    found, labels = shown(page), [token(page, n).get_attribute("data-w") for n in range(7)]
+    assert sum(label is not None for label in labels) > 2
+    for want, label in zip(found.tolist(), labels, strict=True):
+        if label is not None:
+            assert float(label.replace(",", "")) == pytest.approx(want, rel=0.051)
+    line = said(page, "text-read")
+    top = page.evaluate("short(Math.max(...values(current())))")
+    assert float(top.replace(",", "")) == pytest.approx(float(found.max()), rel=0.0051)
+    assert f" {top}" in line
+
+
+class Given(torch.nn.Module):
+    def forward(self, query, key, value):
+        return es.attention(query, key, value)
+
+
+def test_patches_are_called_patches(visit, tmp_path):
+    def words(j, **settings):
+        weights = torch.softmax(torch.randn(2, 1, 2, j, j), -1)
+        page = visit(report.html(tuple(weights), tmp_path / "page.html", image=torch.rand(30, 40, 3), **settings))
+        for n in range(4):
+            press(page, str(n + 1))
+            yield said(page, "all-note") + said(page, "all-read") + said(page, "kinds")
+        page.evaluate("set({ focus: 3, direction: 'sum' })")
+        yield from (page.locator("#help").text_content(), said(page, "each-note"), said(page, "about"))
+        yield said(page, "hide") if page.locator("#hide").is_visible() else ""
+        page.evaluate("set({ focus: null, direction: 'out' })")
+        settled(page)
+        yield from (said(page, "text-read"), said(page, "each-note"), said(page, "text-note"))
+
+    for settings in ({"j": 12, "grid": (3, 4)}, {"j": 13, "grid": (3, 4)}):
+        found = " ".join(words(**settings))
+        assert "token" not in found
+        assert "patch" in found
+    assert "first key" in found
+
+
+def test_on_a_phone_the_numbers_stay_in_sight(visit, tmp_path):
+    weights = torch.softmax(torch.randn(1, 9, 200, 200), -1)
+    page = visit(
+        report.html(weights, tmp_path / "page.html", tokens=[f" word{n}" for n in range(200)]),
+        {"width": 390, "height": 844},
+        has_touch=True,
+        is_mobile=True,
+    )
+    for n in (3, 60, 120):
+        page.evaluate(f"""scrollBy(0, LISTS[0].tokens[{n}].getBoundingClientRect().top - 200)""")
+        token(page, n).tap()
+        settled(page)
+        line = page.locator("#text-read").bounding_box()
+        assert f"word{n}{n} looks at" in said(page, "text-read")
+        assert line["y"] >= 0 and line["y"] + line["height"] <= 844
+        assert page.evaluate(
+            f"document.elementFromPoint({line['x'] + 9}, {line['y'] + 12}).closest('#text-read') !== null"
+        )
+    page.evaluate("scrollBy(0, document.querySelector('#map').getBoundingClientRect().top - 640)")
+    settled(page)
+    box = page.locator("#map-read").bounding_box()
+    assert box["y"] + box["height"] <= 844
+
+
+def test_plain_words_do_not_run_together(visit, tmp_path):
+    words = ["The", "owl", "saw", "the", "mouse", ",", "and", "the", "owl", "(", "old", ")", "saw", "the", "moon", "."]
+    dense = torch.softmax(torch.randn(1, 2, len(words), len(words)), -1)
+    page = visit(report.html(dense, tmp_path / "page.html", tokens=words))
+    assert (
+        " ".join(page.locator(".text").inner_text().split())
+        == "The owl saw the mouse, and the owl ( old) saw the moon."
+    )
+    gap = (
+        token(page, 1).bounding_box()["x"] - token(page, 0).bounding_box()["x"] - token(page, 0).bounding_box()["width"]
+    )
+    assert gap >= 5
+    page.fill("#find", "the owl")
+    settled(page)
+    assert page.evaluate("S.found") == [0, 1, 7, 8]
+
+
+HEBREW = ["\u05e9\u05dc\u05d5\u05dd", " \u05dc\u05da", " Alice", " in", " Wonder", "land", " \u05e7\u05e8\u05d0"]
+
+
+def test_text_that_runs_to_the_left(visit, tmp_path):
+    tokens = [*HEBREW, "\n", " left", " again"]
+    dense = torch.softmax(torch.randn(1, 2, 10, 10), -1)
+    page = visit(report.html(dense, tmp_path / "page.html", tokens=tokens))
+    at = page.evaluate("LISTS[0].tokens.map(t => t.getBoundingClientRect().x)")
+    assert at[0] > at[1] > at[5] > at[4] > at[3] > at[2] > at[6]  # Hebrew to the left, the English in it to the right
+    assert at[8] < at[9]
+    for n in range(6):
+        point(page, n)
+        assert state(page, "focus") == n
+        colours = page.evaluate("LISTS[0].tokens.map(t => t.style.backgroundColor !== '')")
+        assert colours == page.evaluate("Array.from(values(current()), x => Math.sqrt(x) >= .055)")
+    page.evaluate("set({ focus: 1, pinned: true })")
+    press(page, "ArrowLeft")
+    assert state(page, "focus") == 2
+    press(page, "ArrowRight")
+    assert state(page, "focus") == 1
+    page.evaluate("set({ focus: 8, pinned: true })")
+    press(page, "ArrowRight")
+    assert state(page, "focus") == 9
+
+
+def test_joiners_stay_where_they_join(visit, tmp_path):
+    tokens = ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", " \U0001f468\u200d\U0001f469", " \u2764\ufe0f"]
+    tokens += [" a\u200cb", " \u200d"]
+    tokens += [" \u0915\u094d\u200d\u0937", "\u202e\u200b"]
+    dense = torch.softmax(torch.randn(1, 2, 7, 7), -1)
+    page = visit(report.html(dense, tmp_path / "page.html", tokens=tokens))
+    texts = [token(page, n).text_content() for n in range(7)]
+    assert texts == [*(t.strip() for t in tokens[:3]), "a‹200c›b", "‹200d›", tokens[5].strip(), "‹202e›‹200b›"]
+    assert page.evaluate("spoken(PART.keys, 0)") == tokens[0]
+
+
+def run_of_images(tmp_path, before=("<pad>",) * 20):
+    torch.manual_seed(0)
+    tokens = [*before, "<s>", " see", ":", *["<image>"] * 64, "\n", *[" a", " cat", " sat", " a", " cat", " sat", "."]]
+    n = len(tokens)
+    kept = torch.tensor([token != "<pad>" for token in tokens])
+    q, k = torch.randn(1, 3, n, 8), torch.randn(1, 3, n, 8)
+    weights = es.AttentionWeights(q, k, es.causal() & es.padding(kept[None]))
+    return weights, tokens, report.html(weights, tmp_path / "page.html", tokens=tokens)
+
+
+def test_runs_of_special_tokens_are_folded(visit, tmp_path):
+    weights, tokens, path = run_of_images(tmp_path)
+    page = visit(path)
+    folds = page.locator(".fold")
+    assert folds.all_inner_texts() == ["+ 19 more", "+ 63 more"]
+    assert token(page, 23).is_visible() and not token(page, 24).is_visible()
+    head, last = state(page, "head"), len(tokens) - 1
+    point(page, last)
+    row = weights[0, head, last]
+    assert int(folds.nth(1).get_attribute("data-w")) == pytest.approx(100 * float(row[24:87].sum()), abs=1.5)
+    assert "off" in folds.nth(0).get_attribute("class")
+    page.evaluate("set({ focus: 23, pinned: true })")
+    press(page, "ArrowRight")
+    assert state(page, "focus") == 87  # past what is folded
+    press(page, "ArrowLeft")
+    assert state(page, "focus") == 23
+    folds.nth(1).click()
+    settled(page)
+    assert token(page, 60).is_visible()
+    assert folds.all_inner_texts() == ["+ 19 more", "fold"]
+    assert folds.nth(1).get_attribute("data-w") is None
+    folds.nth(1).click()
+    page.evaluate("set({ focus: 60, pinned: true }); reveal(60)")
+    settled(page)
+    assert token(page, 60).is_visible()
+    page.evaluate("set({ focus: 3 })")
+    settled(page)
+    assert said(page, "text-read") == "<pad>3 is padding: it counts nowhere."
+
+
+@pytest.mark.parametrize("before", [("<pad>",) * 20, ()])
+def test_opens_on_a_token_that_means_something(visit, tmp_path, before):
+    _, tokens, path = run_of_images(tmp_path, before)
+    page = visit(path)
+    assert state(page, "statistic") == "entropy"
+    assert tokens[state(page, "focus")] not in ("<pad>", "<image>")
+    assert page.evaluate("PART.first") == len(before)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(3, 300), (1000, 2), (120, 60)])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_many_heads_scroll_in_their_box(visit, tmp_path, layers, heads, width):
+    torch.manual_seed(0)
+    one = torch.softmax(torch.randn(1, heads, 5, 5), -1)
+    path = report.html(tuple(one.roll(n, 1) for n in range(layers)), tmp_path / "page.html", tokens=[*"abcde"])
+    page = visit(path, {"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("all", "each"):
+        box = page.locator(f"#{name}").locator("..").bounding_box()
+        assert box["height"] <= 320 and box["x"] + box["width"] <= width
+        at = page.evaluate(f"({{ ...$('{name}').geometry, at: null, grid: null }})")
+        assert at["wide"] >= 6 and at["high"] >= 7
+    last = layers * heads - 1
+    page.evaluate(f"set({{ head: {last} }})")
+    settled(page)
+    settled(page)
+    wide, high, left, top = (page.evaluate(f"$('all').geometry.{name}") for name in ("wide", "high", "left", "top"))
+    canvas = page.locator("#all").bounding_box()
+    x, y = 30 + (layers - 0.5) * wide - left, (heads - 0.5) * high - top
+    assert 30 <= x <= canvas["width"] and 0 <= y <= canvas["height"] - 20
+    page.locator("#all").hover(position={"x": x - wide, "y": y})
+    settled(page)
+    assert state(page, "hovered") == last - heads
+    page.locator("#all").click(position={"x": x, "y": y})
+    page.evaluate("document.querySelector('.pan').scrollTo(0, 0)")
+    settled(page)
+    settled(page)
+    page.locator("#all").click(position={"x": 30 + 1.5 * wide, "y": 1.5 * high})
+    settled(page)
+    assert state(page, "head") == heads + 1
+
+
+def test_a_move_over_the_text_draws_no_grid_of_all_heads_anew(visit, text):
+    page = visit(text)
+    page.evaluate("globalThis.drawn = 0; const before = drawAll; drawAll = () => { drawn++; before(); }; 0")
+    for n in (3, 9, 14):
+        point(page, n)
+    assert page.evaluate("drawn") == 0
+    press(page, "s", "2", "f")
+    press(page, "ArrowDown")
+    assert page.evaluate("drawn") >= 2
+    assert page.evaluate("$('all').geometry.at[0]") == page.evaluate("cells(strongestOf(scores(), 99)).at[0]")

@@ -16,6 +16,7 @@ from einsight.lens import Lens
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
 TOKENS = [*"abcbdefgdad"]
+STEP = torch.ones(1, 1, 1, 1)
 LLAMA = hf.LlamaConfig(
     vocab_size=17,
     hidden_size=12,
@@ -177,16 +178,48 @@ def test_the_residual_stream(tmp_path, without_shape_checks):
     ("source", "error", "said"),
     [
         ("text", TypeError, "source must be a Lens, an AttentionWeights, dense weights .*; not str"),
-        ((), TypeError, "and not an empty one; not tuple"),
+        (
+            None,
+            TypeError,
+            r"source must be a Lens.*; not NoneType: .*attn_implementation=\"eager\" and .*a Lens around",
+        ),
+        ((), ValueError, r"source is an empty tuple; expected a tensor \[b, h, i, j\] for each layer. .*eager"),
+        ([], ValueError, "source is an empty list"),
+        ((None, None), TypeError, r"attentions\[0\] must be weights \[b, h, i, j\], not None. .*\"eager\""),
+        (((), ()), ValueError, r"attentions\[0\] is an empty tuple; expected a tensor .* for each layer. .*eager"),
+        (((None,), (None,)), ValueError, r"attentions\[0\] holds None; expected a tensor"),
+        (
+            ((STEP, STEP), (STEP,)),
+            ValueError,
+            r"attentions\[1\] must hold as many layers as attentions\[0\], 2, not 1",
+        ),
+        (((STEP,), STEP), ValueError, r"attentions\[1\] must hold as many layers as attentions\[0\], 1, not Tensor"),
+        (((STEP[0],),), TypeError, r"attentions\[0\]\[0\] must be weights \[b, h, i, j\], not \[1, 1, 1\]"),
         (torch.ones(2, 3, dtype=torch.int64), TypeError, r"source must be weights .*, not torch.int64 \[2, 3\]"),
         (torch.ones(3), TypeError, r"not torch.float32 \[3\]"),
         (torch.ones(1, 2, 0, 3), ValueError, r"source is empty: \[1, 2, 0, 3\]"),
         (torch.ones(4, 4), ValueError, "rows that sum to 1, .*; the sums here go from 4 to 4"),
-        (-torch.eye(4), ValueError, "rows that sum to 1"),
+        (
+            -torch.eye(4),
+            ValueError,
+            r"which are 0 or more, but holds -1 at head 0, query 0, key 0. .*scores.softmax\(-1\)",
+        ),
+        (
+            (torch.eye(3), torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0], [0, 0, 1]])),
+            ValueError,
+            r"attentions\[1\] must hold "
+            "weights, which are 0 or more, but holds -0.5 at head 0, query 1, key 1",
+        ),
+        (
+            torch.eye(3) / torch.tensor([[1.0], [0], [1]]),
+            ValueError,
+            "source must hold weights, but holds NaN at head 0, query 1, ",
+        ),
+        (torch.full((2, 2), torch.inf), ValueError, "the sums here go from inf to inf"),
         ((torch.eye(4), "a"), TypeError, r"attentions\[1\] must be weights .*, not str"),
     ],
 )
-def test_refused_sources(tmp_path, source, error, said):
+def test_refused_sources(tmp_path, source, error, said, without_shape_checks):
     with pytest.raises(error, match=said):
         report.html(source, tmp_path / "page.html")
     assert not list(tmp_path.iterdir())

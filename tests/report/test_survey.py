@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import transformers as hf
 from report.stored import arrays, decoded, header, step
 
 import einsight as es
 from einsight import report
+from einsight.lens import Lens
 from einsight.report import readouts
 from einsight.report import survey as surveys
 
@@ -62,8 +64,10 @@ def test_statistics_with_and_without_the_first_token(tmp_path, name):
             "distance": (w * (place[:, None] - place).abs()).sum(-1),
             "strongest": w.amax(-1),
         }
-        asked = seen[0].sum(-1) > 1
+        count = seen[0].sum(-1)
+        told = {"first": place != first, "previous": place != first, "next": place < 22, "strongest": count > 1}
         for statistic, values in shown.items():
+            asked = (count > (0 if w is dense else 1)) & told.get(statistic, torch.tensor(True))
             assert values[0] == pytest.approx(want[statistic][:, asked].mean(-1).tolist(), abs=3e-6), statistic
 
 
@@ -77,25 +81,107 @@ def test_received_without_the_first_token(tmp_path):
     assert torch.allclose(found["received_without_first"].double(), want.flatten(), rtol=2e-3, atol=1e-7)
 
 
-def test_induction_is_where_two_tokens_repeat():
-    assert surveys.repeats(list("abcab")).tolist() == [-1, -1, -1, -1, 2]
-    assert surveys.repeats(list("xabxabxab")).tolist() == [-1, -1, -1, -1, 2, 3, 4, 5, 6]
-    assert surveys.repeats(list("abacad")) is None  # "a" alone comes again
-    assert surveys.repeats([]) is None
+def found_in(tokens, tmp_path, mask=None):
+    weights, _ = problem(es.causal() if mask is None else mask, len(tokens), len(tokens))
+    return header(report.html(weights, tmp_path / "page.html", tokens=tokens))["parts"][0]
 
 
-def test_induction_is_left_out_where_nothing_repeats(tmp_path):
-    weights, exact = problem(es.causal())
-    tokens = [*"abcabdxyzuvwabc", *"12345678"]
-    page = report.html(weights, tmp_path / "page.html", tokens=tokens)
-    about = header(page)["parts"][0]
-    targets = torch.tensor(about["targets"])
-    asked = (targets >= 0).nonzero().flatten()
-    assert targets[asked].tolist() == [2, 5, 3]
-    want = exact.dense()[0][:, asked, targets[asked]].mean(-1)
-    assert about["statistics"]["induction"][0] == pytest.approx(want.tolist(), abs=1e-6)
-    other = header(report.html(weights, tmp_path / "other.html", tokens=[str(n) for n in range(23)]))["parts"][0]
-    assert "induction" not in other["statistics"]
+@pytest.mark.parametrize(
+    ("tokens", "targets"),
+    [
+        ("abcab", [-1, -1, -1, -1, 2]),
+        ("xabxabxab", [-1, -1, -1, -1, 2, 3, 4, 5, 6]),
+        ("abacad", None),  # "a" alone comes again
+        ("abc", None),
+        ("abcddabcdd", [-1, -1, -1, -1, -1, -1, 2, 3, 4, -1]),  # a run of equal tokens is no phrase
+    ],
+)
+def test_the_page_opens_where_two_tokens_repeat(tmp_path, tokens, targets):
+    assert found_in([*tokens], tmp_path)["targets"] == targets
+
+
+def test_induction_is_left_out_where_nothing_repeats_or_only_runs_do(tmp_path):
+    def told(tokens):
+        return "induction" in found_in(tokens, tmp_path)["statistics"]
+
+    assert told([*"abacad"])
+    assert not told([*"abcdef"])
+    assert not told(["a", "b", *["<image>"] * 30, "c", "a", "b"])
+    assert told(["a", "b", *["<image>"] * 3, *"cabcabc"])
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("long", [False, True])
+def test_statistics_are_those_of_the_lens_table(tmp_path, padding, long, monkeypatch):
+    """What the terminal's `look` tells of a head is what the page tells."""
+    if long:
+        monkeypatch.setattr(surveys, "WHOLE", 16)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 12, (1, 41))
+    kept = torch.ones(1, 41, dtype=torch.long)
+    if padding != "none":
+        kept[:, slice(0, 6) if padding == "left" else slice(-6, None)] = 0
+        ids[kept == 0] = 0
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=12,
+            hidden_size=24,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+        )
+    ).eval()
+    with torch.inference_mode(), Lens(model) as lens:
+        model(ids, attention_mask=kept)
+    tokens = [f" w{n}" if n else "<pad>" for n in ids[0].tolist()]
+    about = header(report.html(lens, tmp_path / "page.html", tokens=tokens))["parts"][0]
+    assert about["padded"] == (None if padding == "none" else (kept[0] == 0).nonzero().flatten().tolist())
+    rows = list(lens.heads({"input_ids": ids, "attention_mask": kept}))
+    for name in ("entropy", "first", "previous", "induction", "distance"):
+        found = [value for layer in about["statistics"][name] for value in layer]
+        assert found == pytest.approx([row[name] for row in rows], rel=1e-4, abs=2e-6), name
+    assert about["first"] == (6 if padding == "left" else 0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("said", ["by the tokens", "by the tokenizer"])
+def test_padding_is_left_out(tmp_path, side, causal, said, without_shape_checks):
+    """Rows of padding as Hugging Face's dense attentions hold them: alike over all keys."""
+    torch.manual_seed(0)
+    real = torch.arange(17) >= 5 if side == "left" else torch.arange(17) < 12
+    seen = (real & torch.ones(17, 17, dtype=torch.bool).tril(0 if causal else 17)) | ~real[:, None]
+    dense = torch.randn(1, 3, 17, 17).masked_fill(~seen, -torch.inf)
+    dense[:, :, ~real] = 0
+    dense = dense.softmax(-1)
+    tokens = [f" w{n % 4}" if real[n] else "<|endoftext|>" for n in range(17)]
+    if said == "by the tokenizer":
+        tokens = Encoded(tokens, real)
+    page = report.html(dense, tmp_path / "page.html", tokens=tokens)
+    about, found = header(page)["parts"][0], arrays(page, 0, 0)
+    assert about["padded"] == (~real).nonzero().flatten().tolist()
+    inside = dense[0][:, real][:, :, real].double()
+    entropy = -(inside * inside.clamp(min=1e-30).log()).sum(-1).mean(-1)
+    assert about["statistics"]["entropy"][0] == pytest.approx(entropy.tolist(), rel=1e-5)
+    assert found["weights"][:, ~real].isnan().all()
+    count = seen[real][:, real].sum(0)
+    received = found["received"].view(3, 17)
+    assert torch.allclose(received[:, real].double(), inside.sum(1) / count, rtol=3e-3)
+    assert (received[:, ~real] == 0).all()
+
+
+class Encoded(dict):
+    """A fast tokenizer's output, as far as it is asked."""
+
+    def __init__(self, tokens, real):
+        super().__init__(input_ids=[list(range(len(tokens)))], attention_mask=real.long()[None])
+        self.words = tokens
+
+    input_ids = property(lambda self: self["input_ids"])
+
+    def tokens(self, item):
+        return self.words
 
 
 @pytest.fixture

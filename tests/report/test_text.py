@@ -2,7 +2,7 @@
 
 import pytest
 
-from einsight.report.text import Piece, readable, texts
+from einsight.report.text import Piece, apart, readable, texts
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,39 @@ def test_a_tokenizers_output(smol):
 def test_refusals(tokens, said):
     with pytest.raises(TypeError, match=said):
         texts(tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "between"),
+    [
+        (["The", "owl", "saw", "."], True),
+        (["The", "Ġowl"], False),
+        (["[CLS]", "the", "[SEP]"], True),
+        (["a", " ", "b"], False),
+        (["日", "本", "語", "です"], False),
+        (["سلام", "دنیا"], True),
+        (["one"], False),
+        ([], False),
+    ],
+)
+def test_plain_words_get_spaces_between_them(tokens, between):
+    assert apart(readable(tokens)) == between
+
+
+@pytest.mark.parametrize(
+    ("tokens", "whole", "count"),
+    [
+        (["👨", "\u200d", "👩"], "👨\u200d👩", 3),
+        (["👨\u200d", "👩\u200d", "👧"], "👨\u200d👩\u200d👧", 3),
+        (["❤", "\ufe0f"], "❤\ufe0f", 2),
+        (["👍", "🏽"], "👍🏽", 2),
+        (["1\ufe0f", "\u20e3"], "1\ufe0f\u20e3", 2),
+    ],
+)
+def test_an_emoji_in_several_tokens_is_shown_whole(tokens, whole, count):
+    assert readable([" a", *tokens, "b"]) == [Piece(" a"), *(Piece(whole, n, count) for n in range(count)), Piece("b")]
+
+
+def test_what_is_no_emoji_is_not_joined():
+    for tokens in (["a", "\u200d", "b"], ["👨", "👩"], ["می", "\u200c", "خواهم"], ["1", "\u20e3"]):
+        assert [piece.of for piece in readable(tokens)] == [1] * len(tokens)

@@ -16,17 +16,17 @@ from einsight.biases import Alibi, Bias, TensorBias
 from einsight.coordinates import At, along, to_four
 from einsight.masks import Mask
 from einsight.masks.mask import Bound, larger, smaller
-from einsight.problem import per_query
 
 LIMIT = 64 << 20  # bytes of what is evaluated to a tensor because nothing shorter says it
 _AT_ONCE = 1 << 20  # elements evaluated together
 
 
 class Rule(NamedTuple):
-    """Which keys a query may see: those that lie in [lo, hi), that `seen` shows, and whose id is the query's."""
+    """Which keys a query may see: those that lie in [lo, hi), that `seen` shows, and whose id is the query's. A bound
+    may lie beyond the keys; None is no bound."""
 
-    lo: Int[Tensor, "#b #h i"]
-    hi: Int[Tensor, "#b #h i"]
+    lo: Int[Tensor, "#b #h #i"] | None = None
+    hi: Int[Tensor, "#b #h #i"] | None = None
     seen: Bool[Tensor, "#b #h #i #j"] | UInt8[Tensor, "#b #h #i #j"] | None = None
     shows: bool = True
     query_ids: Int[Tensor, "#b i"] | None = None
@@ -41,9 +41,9 @@ def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None, here: At 
     ids = given = first = None
     others: list[Mask] = []
     for factor in mask.factors():
-        if ids is None and (ids := factor.ids(at)) is not None:
+        if ids is None and (ids := factor.ids(here)) is not None:
             continue
-        if given is None and (given := factor.given(at)) is not None:
+        if given is None and (given := factor.given(here)) is not None:
             first = factor
             continue
         start, end, exact = factor.bounds(at)
@@ -57,8 +57,19 @@ def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None, here: At 
         given = made, True
     seen, shows = (None, True) if given is None else given
     query_ids, key_ids = (None, None) if ids is None else (ids[0][:, 0, :, 0], ids[1][:, 0, 0].contiguous())
-    i, j = len(at.queries), at.sizes.j
-    return Rule(per_query(lo, i, j), per_query(hi, i, j), seen, shows, query_ids, key_ids)
+    return Rule(*interval(lo, hi, at.sizes.j), seen, shows, query_ids, key_ids)
+
+
+def interval(lo: Bound, hi: Bound, j: int) -> tuple[Int[Tensor, "#b #h #i"] | None, Int[Tensor, "#b #h #i"] | None]:
+    """A mask's bounds as a rule has them."""
+    first = None if isinstance(lo, int) and lo <= 0 else _bound(lo)
+    return first, None if isinstance(hi, int) and hi >= j else _bound(hi)
+
+
+def _bound(bound: Bound) -> Int[Tensor, "#b #h #i"]:
+    if isinstance(bound, Tensor):
+        return bound.view(1, 1, 1) if bound.ndim == 0 else bound.squeeze(-1)
+    return torch.full((1, 1, 1), bound)
 
 
 def lower_bias(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from einsight.coordinates import At, Sizes, as_int
+from einsight.coordinates import At, Axis, Sizes, as_int, numbers
 
 Bound = int | Tensor  # an int, or an int64 tensor that broadcasts to [b, h, i, 1]
 
@@ -86,9 +86,9 @@ class Mask:
         if b is None:
             b = max(items, offset.numel() if isinstance(offset, Tensor) else 1)
         sizes = Sizes(b, heads if h is None else h, 1, i, j, 1, 1)
-        positions = place_queries(offset, sizes, needed_by="the mask" if self.positional else None)
+        start = check_offset(offset, sizes, needed_by="the mask" if self.positional else None)
         self.check(sizes)
-        at = At(sizes, range(b), range(sizes.h), range(i), range(j), positions, torch.device("cpu"))
+        at = At(sizes, range(b), range(sizes.h), range(i), range(j), place(start, range(i)), torch.device("cpu"))
         allowed = self.allowed(at).expand(b, sizes.h, i, j).clone()
         return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
 
@@ -142,8 +142,8 @@ def offset_needed(by: str, sizes: Sizes) -> str:
     )
 
 
-def place_queries(offset: object, sizes: Sizes, needed_by: str | None) -> Int[Tensor, "#b i"]:
-    """Where each query stands among the keys: p = i + offset, on the CPU."""
+def check_offset(offset: object, sizes: Sizes, needed_by: str | None) -> int | Int[Tensor, "#b"]:
+    """Where query 0 stands among the keys, on the CPU."""
     if offset is None:
         if needed_by is not None and sizes.i != sizes.j:
             raise ValueError(offset_needed(needed_by, sizes))
@@ -153,14 +153,22 @@ def place_queries(offset: object, sizes: Sizes, needed_by: str | None) -> Int[Te
             raise TypeError(f"offset must be an int or an int tensor [b], not a tensor of {offset.dtype}")
         if offset.ndim > 1 or offset.numel() not in (1, sizes.b):
             raise ValueError(f"offset must be an int or an int tensor [b] = [{sizes.b}], not {list(offset.shape)}")
-        start = offset.detach().reshape(-1, 1).to("cpu", torch.int64)
-        return start + torch.arange(sizes.i)
+        return offset.detach().reshape(-1).to("cpu", torch.int64, copy=True)  # which the user may change
     offset = as_int(offset)
     if isinstance(offset, int) and abs(offset) >= FAR:
         raise ValueError(f"offset must lie within ±2⁴⁰, not be {offset}")
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise TypeError(f"offset must be an int or an int tensor [b], not {offset!r}")
-    return torch.arange(offset, offset + sizes.i)[None]
+    return offset
+
+
+def place(offset: int | Int[Tensor, "#b"], queries: Axis) -> Int[Tensor, "#b i"]:
+    """Where each query stands among the keys: p = i + offset, on the CPU."""
+    if isinstance(offset, Tensor):
+        return offset[:, None] + numbers(queries)
+    if isinstance(queries, range):
+        return torch.arange(offset + queries.start, offset + queries.stop)[None]
+    return offset + queries[None]
 
 
 def larger(a: Bound, b: Bound) -> Bound:

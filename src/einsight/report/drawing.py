@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from einsight.report.naming import Named, chosen_grid
+from einsight.report.question import question
 from einsight.report.readouts import POWER, STEPS
 from einsight.report.source import Layer
 from einsight.report.survey import Question, survey
-from einsight.report.write import checked, gathered, progress, question
+from einsight.report.write import checked, gathered, progress
 
 RAMP = ("#e9edf1", "#c3d7e8", "#8bb4d8", "#4a88bf", "#1f5592", "#0b2a57")
 PAPER, INK, MUTE, ACCENT = "#fcfbf8", "#1e2226", "#666c73", "#c2470f"
 NAMES = {
-    "induction": "induction: weight on what came next the last time",
+    "induction": "induction: weight on what followed earlier copies of the token",
     "strongest": "largest weight of a row, on average",
 }
 

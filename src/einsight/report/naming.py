@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from jaxtyping import Bool
+from torch import Tensor
+
 from einsight.coordinates import as_int
 from einsight.report.source import Part
-from einsight.report.text import Piece, readable, texts
+from einsight.report.text import Piece, readable, texts, unpadded
 
 
 @dataclass
@@ -22,6 +25,8 @@ class Named:
     keys: list[Piece]
     spelled: bool  # whether the queries are tokens that the user gave
     patches: int | None = None  # the key where the image's patches begin
+    tokens: list[str] | None = None  # the keys' tokens as they were given
+    real: Bool[Tensor, " j"] | None = None  # which of them are no padding, where a tokenizer's output says so
 
 
 def named(parts: Sequence[Part], tokens: Any, key_tokens: Any, item: int, grid: tuple[int, int] | None) -> list[Named]:
@@ -30,6 +35,11 @@ def named(parts: Sequence[Part], tokens: Any, key_tokens: Any, item: int, grid: 
     others = None if key_tokens is None else texts(key_tokens, "key_tokens", item)
     used: set[str] = set()
     made = [_one(part, parts, given, others, used, grid) for part in parts]
+    for one in made:
+        for source, list_ in ((tokens, given), (key_tokens, others)):
+            if one.tokens is not None and list_ is not None and list_[: len(one.tokens)] == one.tokens:
+                one.real = unpadded(source, item, one.part.j)
+                break
     if grid is not None and all(one.patches is None for one in made):
         raise ValueError(
             f"the {grid[0] * grid[1]} patches of the image stand nowhere among the tokens: neither last, behind at "
@@ -74,8 +84,10 @@ def _one(
         shown = [Piece("class" if n == 0 else f"extra {n}") for n in range(extra)]
         shown += [Piece(f"patch {n // grid[1]},{n % grid[1]}") for n in range(count)]
     if part.cross:
-        return Named(part, "", _numbered(part.i) if queries is None else readable(queries), shown, spelled, patches)
-    return Named(part, "", shown, shown, spelled, patches)
+        return Named(
+            part, "", _numbered(part.i) if queries is None else readable(queries), shown, spelled, patches, keys
+        )
+    return Named(part, "", shown, shown, spelled, patches, keys)
 
 
 def titles(made: Sequence[Named]) -> None:

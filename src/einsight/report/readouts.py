@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 import einsight as es
@@ -75,6 +75,26 @@ class At(Readout):
         return x.weights.gather(-1, key.clamp(0, j - 1).expand(b, h, i).unsqueeze(-1)).squeeze(-1).where(inside, 0)
 
 
+class After(Readout):
+    """The weight on the keys that followed earlier copies of each query's token: [b, h, i].
+
+    `Share(same(own, before) & window(None, 0))`, of few pairs, so that it costs next to nothing.
+    """
+
+    def __init__(self, own: Int[Tensor, " i"], before: Int[Tensor, " j"]):
+        self.own, self.before = own, before
+
+    def block(self, x: Block) -> Float[Tensor, "b h i"]:
+        device, (b, h, i, j) = x.weights.device, x.weights.shape
+        queries, start = numbers(x.at.queries), x.at.keys.start
+        place = queries + len(self.before) - len(self.own)
+        own, before = self.own[queries].to(device), self.before[start : start + j].to(device)
+        keys = torch.arange(j, device=device) + start
+        row, key = ((own[:, None] == before) & (keys <= place.to(device)[:, None])).nonzero(as_tuple=True)
+        found = x.weights.new_zeros(b, h, i)
+        return found.index_add_(-1, row, x.weights[..., row, key])
+
+
 class Peak(Readout):
     """The largest weight of each query, and the largest beside one key's: [b, h, i] each."""
 
@@ -98,13 +118,13 @@ class Peak(Readout):
 
 
 class Shares(Readout):
-    """What each key receives on average from the queries that may see it, as the weights are and without one key:
-    [b, h, j] each. Without it, the rest of a row is divided by what the key left of it."""
+    """What each key receives on average from the queries that may see it and are `asked`, as the weights are and
+    without one key: [b, h, j] each. Without it, the rest of a row is divided by what the key left of it."""
 
     adds = True
 
-    def __init__(self, but: int):
-        self.but = but
+    def __init__(self, but: int, asked: Bool[Tensor, " i"]):
+        self.but, self.asked = but, asked
 
     def shapes(self, sizes: Sizes) -> Shapes:
         return ((sizes.b, sizes.h, sizes.j),) * 3
@@ -115,12 +135,14 @@ class Shares(Readout):
     def block(self, x: Block) -> tuple[Float[Tensor, "b h j"], ...]:
         but = self.but - x.at.keys.start
         inside = 0 <= but < x.weights.shape[3]
+        asked = self.asked[numbers(x.at.queries)].to(x.weights.device)
+        counted = x.weights if bool(asked.all()) else x.weights * asked[:, None]
         left = 1 - x.weights[..., but] if inside else torch.ones_like(x.max)
-        without = torch.einsum("bhij,bhi->bhj", x.weights, inverse(left))
+        without = torch.einsum("bhij,bhi->bhj", counted, inverse(left))
         if inside:
             without[..., but] = 0
-        seen = x.seen.expand(*x.seen.shape[:2], *x.at.shape[2:]).sum(2).to(x.weights.dtype)
-        return x.weights.sum(2), without, seen.expand(*x.at.shape[:2], -1)
+        seen = (x.seen & asked[:, None]).expand(*x.seen.shape[:2], *x.at.shape[2:]).sum(2).to(x.weights.dtype)
+        return counted.sum(2), without, seen.expand(*x.at.shape[:2], -1)
 
     def join(self, *parts: Tensor) -> tuple[Tensor, ...]:
         return parts[0] / parts[2].clamp(min=1), parts[1] / parts[2].clamp(min=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import einsight as es
@@ -17,6 +17,11 @@ from einsight.lens import Call, Lens
 
 # What models call the linear layer that heads write through.
 _OUTPUTS = ("o_proj", "out_proj", "out", "c_proj", "dense", "wo", "o", "proj", "to_out.0", "output", "output.dense")
+
+_EAGER = (
+    'Hugging Face\'s models give their attentions only when they are loaded with attn_implementation="eager" and '
+    "called with output_attentions=True; a Lens around the call sees them in any case"
+)
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Layer:
     value: Float[Tensor, "g j e"] | None = None
     matrix: Float[Tensor, "h m e"] | None = None
     stream: Float[Tensor, "i m"] | None = None
+    keep: Bool[Tensor, " j"] | None = None  # the keys that the model's own mask tells from padding
 
 
 @dataclass
@@ -61,16 +67,17 @@ def parts(
         layers = [_narrowed(source, item)]
     elif isinstance(source, Tensor):
         layers = [_of_dense(source, "source", item)]
-    elif isinstance(source, Sequence) and not isinstance(source, str) and len(source):
+    elif isinstance(source, Sequence) and not isinstance(source, str):
+        _check_given(source)
         if isinstance(source[0], Sequence):
             layers = _of_steps(source, item)
         else:
             layers = [_of_dense(tensor, f"attentions[{n}]", item) for n, tensor in enumerate(source)]
     else:
-        empty = ", and not an empty one" if isinstance(source, Sequence) and not isinstance(source, str) else ""
+        hint = f": {_EAGER}" if source is None else ""
         raise TypeError(
             "source must be a Lens, an AttentionWeights, dense weights [b, h, i, j] or a tuple of them, as Hugging "
-            f"Face's attentions{empty}; not {type(source).__name__}"
+            f"Face's attentions; not {type(source).__name__}{hint}"
         )
     return _grouped(layers, one_text)
 
@@ -109,7 +116,10 @@ def _of_call(call: Call, weights: es.AttentionWeights, n: int, model: nn.Module)
         value = call.value[n]
         matrix = _output_matrix(call, model, weights.shape[1], value.shape[-1])
     _, h, i, j = weights.shape
-    return Layer(call.index, call.name, h, i, j, lambda: weights.select(batch=[n]), value, matrix)
+    keep = call.rule.keep
+    if keep is not None:
+        keep = keep[min(n, len(keep) - 1)].cpu()
+    return Layer(call.index, call.name, h, i, j, lambda: weights.select(batch=[n]), value, matrix, keep=keep)
 
 
 def _output_matrix(call: Call, model: nn.Module, h: int, e: int) -> Float[Tensor, "h m e"] | None:
@@ -157,6 +167,19 @@ def _narrowed(weights: es.AttentionWeights, item: int | None) -> Layer:
     return Layer(0, "", h, i, j, lambda: weights.select(batch=[n]))
 
 
+def _check_given(attentions: Sequence[Any]) -> None:
+    """A tuple of layers, or for each step of a generation one: none may be missing."""
+    kind = type(attentions).__name__
+    if not len(attentions):
+        raise ValueError(f"source is an empty {kind}; expected a tensor [b, h, i, j] for each layer. {_EAGER}")
+    for n, one in enumerate(attentions):
+        if one is None:
+            raise TypeError(f"attentions[{n}] must be weights [b, h, i, j], not None. {_EAGER}")
+        if isinstance(one, Sequence) and (not len(one) or any(layer is None for layer in one)):
+            what = "holds None" if len(one) else f"is an empty {type(one).__name__}"
+            raise ValueError(f"attentions[{n}] {what}; expected a tensor [b, h, i, j] for each layer. {_EAGER}")
+
+
 def _of_dense(tensor: Any, name: str, item: int | None) -> Layer:
     """Dense weights as an operator: with ln w for a bias, softmax gives w back."""
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point or not 2 <= tensor.ndim <= 4:
@@ -166,20 +189,11 @@ def _of_dense(tensor: Any, name: str, item: int | None) -> Layer:
     if 0 in dense.shape:
         raise ValueError(f"{name} is empty: {list(tensor.shape)}")
     n = _item(len(dense), item)
+    _check_weights(dense[n], name)
     _, h, i, j = dense.shape
 
     def weights() -> es.AttentionWeights:
         chosen = dense[n : n + 1].float()
-        sums = chosen.sum(-1)
-        exact = tensor.dtype in (torch.float32, torch.float64)
-        slack = 1e-3 if exact else 2e-2  # a sum of rounded weights
-        wrong = (chosen < 0).any() | ~((sums - 1).abs() < slack).logical_or(sums == 0).all()
-        if bool(wrong):
-            raise ValueError(
-                f"{name} must hold weights: rows that sum to 1, or to 0 where nothing may be seen; the sums here go "
-                f"from {float(sums.min()):.3g} to {float(sums.max()):.3g}. For weights after dropout or beside a sink, "
-                "give the Lens or the AttentionWeights"
-            )
         # What no head looks at is taken for masked; another 0 is a weight too small for its dtype.
         masked = (chosen == 0).all(1, keepdim=True)
         bias = chosen.log().clamp(min=-1e4).masked_fill(masked, -torch.inf)
@@ -190,8 +204,40 @@ def _of_dense(tensor: Any, name: str, item: int | None) -> Layer:
     return Layer(0, "", h, i, j, weights)
 
 
+def _check_weights(dense: Float[Tensor, "h i j"], name: str) -> None:
+    least, most = (float(end) for end in dense.aminmax())
+    if least != least:
+        raise ValueError(f"{name} must hold weights, but holds NaN at {_where(dense.isnan())}")
+    if least < 0:
+        raise ValueError(
+            f"{name} must hold weights, which are 0 or more, but holds {least:.3g} at {_where(dense == least)}. "
+            "Scores before the softmax become weights by scores.softmax(-1)"
+        )
+    sums = dense.sum(-1, dtype=torch.float32)
+    slack = 1e-3 if dense.dtype in (torch.float32, torch.float64) else 2e-2  # a sum of rounded weights
+    if most == torch.inf or not bool(((sums - 1).abs() < slack).logical_or(sums == 0).all()):
+        raise ValueError(
+            f"{name} must hold weights: rows that sum to 1, or to 0 where nothing may be seen; the sums here go "
+            f"from {float(sums.min()):.3g} to {float(sums.max()):.3g}. For weights after dropout or beside a sink, "
+            "give the Lens or the AttentionWeights"
+        )
+
+
+def _where(found: Bool[Tensor, "h i j"]) -> str:
+    head, query, key = found.nonzero()[0].tolist()
+    return f"head {head}, query {query}, key {key}"
+
+
 def _of_steps(steps: Sequence[Sequence[Tensor]], item: int | None) -> list[Layer]:
     """`generate`'s attentions, a tuple of layers for each step, joined along the queries."""
+    for n, step in enumerate(steps):
+        if not isinstance(step, Sequence) or len(step) != len(steps[0]):
+            what = str(len(step)) if isinstance(step, Sequence) else type(step).__name__
+            raise ValueError(f"attentions[{n}] must hold as many layers as attentions[0], {len(steps[0])}, not {what}")
+        for layer, tensor in enumerate(step):
+            if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+                what = str(list(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"attentions[{n}][{layer}] must be weights [b, h, i, j], not {what}")
     layers = []
     j = steps[-1][0].shape[-1]
     for n in range(len(steps[0])):

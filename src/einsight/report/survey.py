@@ -6,15 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 import einsight as es
-from einsight.report.readouts import At, Coded, Peak, PoolWithout, Seen, Shares, Total, coded, inverse
+from einsight.report.readouts import After, At, Coded, Peak, PoolWithout, Seen, Shares, Total, coded, inverse
 
 WHOLE = 512  # up to so many queries and keys every weight is kept
 STRONGEST = 9_000_000  # above, so many weights of all heads and queries together
 CELLS = 128  # and a picture of so many cells along a side
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Each query's token, the token before each key, and which queries' tokens came before."""
+
+    own: Int[Tensor, " i"]
+    before: Int[Tensor, " j"]
+    asked: Bool[Tensor, " i"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +35,11 @@ class Question:
     offset: int  # where query 0 stands among the keys
     first: int  # the key that is hidden on request: the first that anything sees
     statistics: tuple[str, ...]
-    targets: Int[Tensor, " i"] | None  # where an induction head should look, −1 where no phrase repeats
+    copies: Copies | None  # what is asked for induction
+    targets: Int[Tensor, " i"] | None  # what came next the last time, −1 where no phrase repeats
     strongest: int  # how many keys of each query, where not all are kept
+    real: Bool[Tensor, " j"]  # the keys that aren't padding
+    asks: Bool[Tensor, " i"]  # the queries that aren't
 
     @property
     def whole(self) -> bool:
@@ -53,26 +65,12 @@ def strongest(heads: int, i: int) -> int:
     return min(32, max(4, STRONGEST // max(heads * i, 1)))
 
 
-def repeats(tokens: list[str]) -> Int[Tensor, " i"] | None:
-    """For each token the place after the last earlier copy of it and the token before it; None without copies.
-
-    Two tokens must repeat: of one, such as a comma, there are copies that mean nothing.
-    """
-    last: dict[tuple[str, str], int] = {}
-    places = [-1] * len(tokens)
-    for n in range(1, len(tokens)):
-        pair = (tokens[n - 1], tokens[n])
-        places[n] = last.get(pair, -2) + 1
-        last[pair] = n
-    return torch.tensor(places) if any(place >= 0 for place in places) else None
-
-
 def survey(weights: es.AttentionWeights, asked: Question) -> Survey:
     """Ask a layer's weights [1, h, i, j] for everything at once."""
     constant = torch.full((asked.i,), asked.first)
     readouts: dict[str, Any] = {
         "seen": Seen(),
-        "shares": Shares(asked.first),
+        "shares": Shares(asked.first, asked.asks),
         "entropy": es.Entropy(),
         "first": At(constant),
         "total": Total(),
@@ -81,8 +79,8 @@ def survey(weights: es.AttentionWeights, asked: Question) -> Survey:
     positional = {"previous": es.Diagonal(-1), "next": es.Diagonal(1), "itself": es.Diagonal(0)}
     positional |= {"distance": es.Distance()}
     readouts |= {name: readout for name, readout in positional.items() if name in asked.statistics}
-    if "induction" in asked.statistics and asked.targets is not None:
-        readouts["induction"] = At(asked.targets)
+    if asked.copies is not None:
+        readouts["induction"] = After(asked.copies.own, asked.copies.before)
     if asked.whole:
         readouts["weights"] = Coded()
     else:
@@ -92,13 +90,15 @@ def survey(weights: es.AttentionWeights, asked: Question) -> Survey:
     found = {name: _item(result) for name, result in found.items()}
     if not bool(torch.isfinite(found["total"]).all()):
         raise ValueError("the weights hold NaN: so do the queries or keys that they are made of")
-    seen = found.pop("seen")
+    asks = asked.asks.to(found["total"].device)
+    # Whatever rows of padding hold, they are nobody's.
+    seen = found.pop("seen") * asks[:, None]
     lo, hi = _hull(seen)
     statistics, without = _statistics(found, seen[..., 2].amax(0), asked)
     arrays = {"lo": lo.int(), "hi": hi.int()}
     arrays["received"], arrays["received_without_first"] = found["shares"]
     if asked.whole:
-        arrays["weights"] = found["weights"]
+        arrays["weights"] = found["weights"] * asks[:, None]
     else:
         arrays |= _summary(found, lo, hi, asked)
     gaps = bool((seen[..., 2] != (hi - lo)).any())
@@ -117,14 +117,22 @@ def _hull(seen: Int[Tensor, "h i 3"]) -> tuple[Int[Tensor, " i"], Int[Tensor, " 
     return torch.where(there.any(0), lo, 0), seen[..., 1].amax(0)
 
 
+def _last(real: Bool[Tensor, " j"]) -> int:
+    return int(real.nonzero().max()) if bool(real.any()) else -1
+
+
 def _statistics(
     found: dict[str, Any], count: Int[Tensor, " i"], asked: Question
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Means over the queries for which a statistic can be told."""
-    choice = count > 1  # who sees a single key has none
-    told = {name: choice for name in asked.statistics}
-    if asked.targets is not None:
-        told["induction"] = choice & (asked.targets >= 0).to(choice.device)
+    """Means over the queries for which a statistic can be told; of those that the lens' table has, over the same."""
+    there = count > 0
+    place = torch.arange(asked.i, device=count.device) + asked.offset
+    told = {name: there for name in asked.statistics}
+    told["first"] = told["previous"] = there & (place != asked.first)
+    told["next"] = there & (place < _last(asked.real))
+    told["strongest"] = there & (count > 1)
+    if asked.copies is not None:
+        told["induction"] = there & asked.copies.asked.to(count.device)
     total, first, entropy = found["total"], found["first"], found["entropy"]
     left = inverse(1 - first)
     rest = (total - first).clamp(min=0) * left
@@ -134,7 +142,6 @@ def _statistics(
     without["entropy"] = ((entropy + lost) * left - rest * left.clamp(min=1).log()).clamp(min=0)
     without["first"] = torch.zeros_like(first)
     without["strongest"] = found["peak"][1] * left
-    place = torch.arange(asked.i, device=first.device) + asked.offset
     for name, shift in (("previous", -1), ("itself", 0), ("next", 1)):
         if name in plain:
             without[name] = without[name] * (place + shift != asked.first)
@@ -144,7 +151,11 @@ def _statistics(
     def mean(values: Float[Tensor, "h i"], chosen: Tensor) -> list[float]:
         return (values[:, chosen].double().mean(-1) if bool(chosen.any()) else values.new_zeros(len(values))).tolist()
 
-    return tuple({n: mean(v[n], told[n]) for n in asked.statistics} for v in (plain, without))  # type: ignore[return-value]
+    # Without the first key who sees no other has nothing left.
+    return (
+        {name: mean(plain[name], told[name]) for name in asked.statistics},
+        {name: mean(without[name], told[name] & (count > 1)) for name in asked.statistics},
+    )
 
 
 def _summary(found: dict[str, Any], lo: Tensor, hi: Tensor, asked: Question) -> dict[str, Tensor]:
@@ -160,7 +171,7 @@ def _summary(found: dict[str, Any], lo: Tensor, hi: Tensor, asked: Question) -> 
     seen = ((low[..., None] < start + size) & (high[..., None] > start) & (low < high)[..., None]).any(1)
     # What rounds to 0 is no strong key, and costs as much as one.
     codes = torch.where(keys < 0, 0, coded(weights))
-    codes = torch.where(codes > 1, codes, 0).transpose(1, 2)
+    codes = (torch.where(codes > 1, codes, 0) * asked.asks.to(codes.device)[:, None]).transpose(1, 2)
     return {
         # One rank after the other, and as a distance: neighbours are alike, which is what deflate lives on.
         "keys": torch.where(codes > 0, ((place - keys) % asked.j).transpose(1, 2), 0).int(),

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -39,12 +43,39 @@ def texts(tokens: Any, what: str = "tokens", item: int = 0) -> list[str]:
     return list(tokens)
 
 
+# Scripts that write no space between words.
+_DENSE = re.compile(r"[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+
+
+def apart(pieces: Sequence[Piece]) -> bool:
+    """Whether tokens are plain words that say nothing of the spaces between them: then the page puts some."""
+    said = [piece.text for piece in pieces]
+    if len(said) < 2 or any(text[:1] == " " or text[-1:] == " " for text in said):
+        return False
+    letters = [c for text in said for c in text if c.isalnum()]
+    return 2 * sum(_DENSE.match(c) is not None for c in letters) <= len(letters)
+
+
+def unpadded(tokens: Any, item: int, count: int) -> Bool[Tensor, " j"] | None:
+    """Which of a tokenizer's output's first `count` tokens aren't padding; None where it doesn't say."""
+    kept = tokens.get("attention_mask") if hasattr(tokens, "input_ids") and hasattr(tokens, "get") else None
+    if kept is None:
+        return None
+    kept = torch.as_tensor(kept)
+    kept = kept[item] if kept.ndim == 2 else kept
+    return kept[:count].bool().cpu() if len(kept) in (count, count + 1) else None
+
+
 def readable(tokens: Sequence[str]) -> list[Piece]:
     """Tokens in a tokenizer's own spelling (`Ġthe`, `▁the`, `##ing`, `<0xE2>`) or already decoded, as pieces of text.
 
     >>> [piece.text for piece in readable(["The", "Ġcat", "Ċ"])]
     ['The', ' cat', '\\n']
     """
+    return _clusters(_pieces(tokens))
+
+
+def _pieces(tokens: Sequence[str]) -> list[Piece]:
     if (spelled := _of_bytes(tokens)) is not None:
         return _joined(spelled)
     if any(token.startswith("▁") for token in tokens):
@@ -57,6 +88,32 @@ def readable(tokens: Sequence[str]) -> list[Piece]:
     if any(token.endswith("</w>") for token in tokens):
         return [Piece(token.replace("</w>", " ")) for token in tokens]
     return [Piece(token) for token in tokens]
+
+
+# What is drawn as one with the emoji before it: joiners, variants, skin tones, the frame of a key, flags' tags.
+_ON = "[\u200d\ufe0e\ufe0f\u20e3\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]"
+_EMOJI = "[\u00a9\u00ae\u203c-\u3299\U0001f000-\U0001faff]"
+_GOES_ON = re.compile(f"(?:{_EMOJI}{_ON}*|[0-9#*]\ufe0f)\\Z")
+_JOINS = re.compile(f"{_EMOJI}{_ON}*\u200d\\Z")
+
+
+def _clusters(pieces: list[Piece]) -> list[Piece]:
+    """An emoji made of several characters, in as many tokens, is one picture: shown whole at its first token."""
+    made: list[Piece] = []
+    start = 0
+    while start < len(pieces):
+        end, text = start + pieces[start].of, pieces[start].text
+        while end < len(pieces):
+            following = pieces[end].text
+            on = re.match(_ON, following) and _GOES_ON.search(text)
+            if not on and not (re.match(_EMOJI, following) and _JOINS.search(text)):
+                break
+            text += following
+            end += pieces[end].of
+        count = end - start
+        made += pieces[start:end] if count == pieces[start].of else [Piece(text, n, count) for n in range(count)]
+        start = end
+    return made
 
 
 def _of_bytes(tokens: Sequence[str]) -> list[str | bytes] | None:

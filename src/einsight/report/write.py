@@ -22,10 +22,10 @@ from einsight.lens import Lens
 from einsight.report.naming import Named, chosen_grid, named, titles
 from einsight.report.pack import packed
 from einsight.report.picture import picture
-from einsight.report.readouts import Seen
+from einsight.report.question import question
 from einsight.report.source import Layer, parts
-from einsight.report.survey import Question, lengths, repeats, strongest, survey
-from einsight.report.text import Piece, texts
+from einsight.report.survey import lengths, survey
+from einsight.report.text import Piece, apart, texts
 
 SCRIPTS = ("data", "basics", "state", "grids", "tokens", "patches", "map", "views", "keys", "start")
 
@@ -152,30 +152,6 @@ def gathered(
     return made
 
 
-def question(one: Named) -> Question:
-    """What to ask of a part's layers."""
-    part = one.part
-    seen = part.layers[0].weights().select(heads=[0]).read(Seen())[0, 0].cpu()
-    there = seen[:, 2] > 0
-    first = int(seen[there, 0].min()) if bool(there.any()) else 0
-    place = torch.arange(part.i) + part.offset
-    causal = bool((seen[:, 1] <= place + 1).all())
-    targets = None
-    if part.cross:
-        names = ("entropy", "strongest")
-    elif one.patches is not None and not one.spelled:
-        names = ("entropy", "strongest", "itself", *(("first",) if one.patches else ()))
-    else:
-        if one.spelled and causal:
-            targets = repeats([f"{piece.text}\0{piece.part}" for piece in one.keys])
-            targets = None if targets is None else targets[part.offset : part.offset + part.i]
-            targets = None if targets is None or not bool((targets >= 0).any()) else targets
-        names = ("entropy", "first", "previous", *(() if causal else ("next",)))
-        names += (*(("induction",) if targets is not None else ()), "distance", "strongest")
-    heads = sum(layer.heads for layer in part.layers)
-    return Question(part.i, part.j, part.offset, first, names, targets, strongest(heads, part.i))
-
-
 def _part(one: Named, step: Any, grid: tuple[int, int] | None) -> tuple[dict[str, Any], list[str]]:
     """A part's header and the data of its layers."""
     part, asked = one.part, question(one)
@@ -214,6 +190,7 @@ def _part(one: Named, step: Any, grid: tuple[int, int] | None) -> tuple[dict[str
         "named": one.spelled,
         "patches": None if one.patches is None or grid is None else _patches(one.patches, grid),
         "targets": None if asked.targets is None else asked.targets.tolist(),
+        "padded": None if bool(asked.real.all()) else (~asked.real).nonzero().flatten().tolist(),
         "kept": sorted(kept),
         "gaps": any(seen.gaps for _, seen, _ in done),
         "statistics": statistics,
@@ -233,7 +210,7 @@ def _patches(start: int, grid: tuple[int, int]) -> dict[str, int]:
 
 def _spelled(pieces: Sequence[Piece]) -> dict[str, Any]:
     cut = {n: [piece.part, piece.of] for n, piece in enumerate(pieces) if piece.of > 1}
-    return {"text": [piece.text for piece in pieces], "cut": cut}
+    return {"text": [piece.text for piece in pieces], "cut": cut, "apart": apart(pieces)}
 
 
 def _title(source: Any) -> str:

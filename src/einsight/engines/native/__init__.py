@@ -15,7 +15,7 @@ from einsight.coordinates import along
 from einsight.engines.asks import Ask, Kind, asks_for, result_for
 from einsight.engines.native import derivatives, operations
 from einsight.engines.native.operations import Asked, Settings
-from einsight.engines.rules import Rule, lower, lower_bias
+from einsight.engines.rules import Rule, interval, lower, lower_bias
 from einsight.problem import Problem
 from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 
@@ -58,14 +58,12 @@ def _rule(problem: Problem) -> Rule | str:
 def _lowered(problem: Problem) -> Rule | str:
     mask = problem.mask
     if mask is None:
-        return Rule(*problem.bounds[:2])
+        return Rule()
     at = problem.whole
     if any(factor.given(at) is not None for factor in mask.factors()):
         return lower(mask, at)  # the kernel finds the ends of a tensor's rows faster than `bounds`
-    lo, hi, exact = problem.bounds
-    if exact:
-        return Rule(lo, hi)
-    return lower(mask, at, (lo[..., None], hi[..., None]))
+    lo, hi, exact = mask.bounds(at)
+    return Rule(*interval(lo, hi, at.sizes.j)) if exact else lower(mask, at, (lo, hi))
 
 
 def _bias(problem: Problem) -> tuple[Tensor | None, Tensor | None] | str:

@@ -150,7 +150,7 @@ def _settings(*flat: Any) -> Settings:
     asks = []
     for k in range(n):
         kind, rows, number = numbers[3 * k : 3 * k + 3]
-        rule = None if rules[k + 1][0] is None else rules[k + 1]
+        rule = rules[k + 1] if kind == Kind.SHARE else None
         asks.append(Ask(Kind(kind), rows, number, tensors[2 * k], rule, tensors[2 * k + 1]))  # type: ignore[arg-type]
     return Settings(scale, softcap, sink, slopes, bias, positions, rules[0], asks)
 

@@ -11,7 +11,7 @@ from einsight.coordinates import along
 from einsight.engines.asks import Ask, Kind
 from einsight.engines.triton.kernels import forward as kernels
 from einsight.engines.triton.launch import launch, padded, precision, scene, tile, view
-from einsight.engines.triton.lowered import Lowered
+from einsight.engines.triton.lowered import Lowered, ends
 from einsight.problem import Problem, per_query
 
 CHUNK = 16  # columns of the output that are mended together
@@ -53,7 +53,7 @@ def is_interval(ask: Ask) -> bool:
 def interval(ask: Ask, problem: Problem) -> tuple[Tensor, Tensor]:
     """Its ends."""
     if ask.rule is not None:
-        return ask.rule.lo, ask.rule.hi
+        return ends(ask.rule, problem.sizes.i, problem.sizes.j)
     i, j = problem.sizes.i, problem.sizes.j
     key = (problem.positions + ask.number)[:, None, :, None]
     return per_query(key, i, j), per_query(key + 1, i, j)

@@ -58,11 +58,18 @@ def _lowered(problem: Problem) -> Lowered | str:
     places = biases[0] is not None or any(type(readout) is Distance for readout in problem.readouts)
     positions = problem.here.positions if places else None
     slopes, bias = (None if x is None else x.detach() for x in biases)
-    return Lowered(lines(rule, problem.device), slopes, bias, positions)
+    return Lowered(lines(rule, problem.sizes.i, problem.sizes.j, problem.device), slopes, bias, positions)
 
 
-def lines(rule: Rule, device: torch.device) -> Lines:
-    lo, hi = torch.broadcast_tensors(rule.lo, rule.hi)
+def ends(rule: Rule, i: int, j: int) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
+    """The interval of keys of each query, within the keys."""
+    lo = torch.zeros(1, 1, 1, dtype=torch.int64) if rule.lo is None else rule.lo.clamp(0, j)
+    hi = torch.full((1, 1, 1), j) if rule.hi is None else rule.hi.clamp(0, j)
+    return lo.expand(*lo.shape[:2], i), hi.expand(*hi.shape[:2], i)
+
+
+def lines(rule: Rule, i: int, j: int, device: torch.device) -> Lines:
+    lo, hi = torch.broadcast_tensors(*ends(rule, i, j))
     bounds = torch.stack([lo, torch.maximum(lo, hi)]).to(torch.int32).to(device)
     seen = None if rule.seen is None else rule.seen.to(device).view(torch.uint8)
     query_ids, key_ids = (None if ids is None else ids.to(device, torch.int64).contiguous() for ids in rule[4:6])

@@ -89,7 +89,7 @@ class Second:
         b, h, _, i = self.problem.sizes[:4]
         to = self._empty(b, h, i)
         made = Rule(*interval(ask, self.problem)) if ask.rule is None else ask.rule
-        bounds, seen, shows, query_ids, key_ids = lines(made, self.device)
+        bounds, seen, shows, query_ids, key_ids = lines(made, i, self.problem.sizes.j, self.device)
         rule = kernels.Rule(
             bounds,
             bounds.stride(0),

@@ -15,8 +15,9 @@ function readColours() {
   OVER = RAMP.map(over);
   INK.dark = matchMedia("(prefers-color-scheme: dark)").matches;
 }
-/* Ink that reads on a shade. */
-const over = c => .3 * c[0] + .59 * c[1] + .11 * c[2] > 132 ? "#14181d" : "#ffffff";
+/* Ink that reads on a shade: whichever of the two stands out more. */
+const luminance = c => [.2126, .7152, .0722].reduce((sum, part, n) => sum + part * ((c[n] / 255 + .055) / 1.055) ** 2.4, 0);
+const over = c => luminance(c) > .179 ? "#000000" : "#ffffff";
 const level = x => Math.round(255 * Math.max(0, Math.min(1, x || 0)));
 const shade = x => RAMP[level(x)];
 const rgb = c => `rgb(${c})`;
@@ -30,16 +31,28 @@ const el = (tag, cls, ...kids) => {
 const put = (id, ...kids) => $(id).replaceChildren(...kids.filter(kid => kid !== null && kid !== ""));
 const bold = text => el("b", "", text);
 const percent = x => x < .00005 ? "0%" : (x * 100).toFixed(x >= .0995 ? 0 : x >= .00995 ? 1 : 2) + "%";
-const short = x => x >= 99.5 ? x.toFixed(0) : x >= 9.95 ? x.toFixed(1) : x >= .00995 ? x.toFixed(2) : x > 0 ? x.toExponential(0) : "0";
-const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
+/* Lengths may be of any size: significant digits. */
+const short = (x, digits = 3) => !(x > 0) ? "0" : x < 1e-4 || x >= 1e6 ? x.toExponential(digits - 1)
+  : x.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.floor(Math.log10(x)) + 1) });
+const plural = (n, word) => `${n.toLocaleString("en")} ${n === 1 ? word : word === "query" ? "queries" : word + (/ch$/.test(word) ? "es" : "s")}`;
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 const commas = nodes => nodes.flatMap((node, n) => n ? [", ", ...node] : node);
 
 /* A token's text with what can't be seen made visible; in sentences without the space before it. */
 const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u00a0\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\ufffb]/g;
-const visible = text => text
-  .replace(/\r\n|\n|\r/g, "↵").replace(/\t/g, "⇥")
-  .replace(HIDDEN, c => c === "\u00a0" ? "⍽" : `‹${c.codePointAt(0).toString(16).padStart(4, "0")}›`);
+/* Where letters are joined, or emoji, the characters that say how are part of the writing. */
+const JOINED = /(?<=[\p{Script=Arab}\p{Script=Syrc}\p{Script=Mong}\p{Script=Nkoo}\p{Script=Deva}\p{Script=Beng}\p{Script=Guru}\p{Script=Gujr}\p{Script=Orya}\p{Script=Taml}\p{Script=Telu}\p{Script=Knda}\p{Script=Mlym}\p{Script=Sinh}\p{M}])[\u200c\u200d]|[\u200c\u200d](?=[\p{Script=Arab}\p{Script=Syrc}])|(?<=[\p{Extended_Pictographic}\p{Emoji_Modifier}\ufe0f])\u200d|(?<=[\p{Emoji}\p{Script=Han}\p{Script=Mong}])[\ufe0e\ufe0f]/u;
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+const joins = new RegExp(JOINED.source, "gu");
+function joiners(text) {
+  return new Set([...text.matchAll(joins)].map(found => found.index));
+}
+function visible(text) {
+  const kept = /[\u200c\u200d\ufe0e\ufe0f]/.test(text) ? joiners(text) : null;
+  return coded(text.replace(HIDDEN, (c, at) => kept?.has(at) ? c : c === "\u00a0" ? "⍽" : `‹${c.codePointAt(0).toString(16).padStart(4, "0")}›`));
+}
+const coded = text => text
+  .replace(/\r\n|\n|\r/g, "↵").replace(/\t/g, "⇥");
 function spoken(list, n) {
   const text = list.text[n], cut = list.cut[n], bare = visible(text.trim() || text.replace(/ /g, "␣") || "∅");
   return (bare.length > 24 ? bare.slice(0, 23) + "…" : bare) + (cut ? ` ${cut[0] + 1}/${cut[1]}` : "");
@@ -50,10 +63,29 @@ function named(list, n) {
   return made;
 }
 
+/* The numbers of the largest few, largest first: of thousands a sort takes too long for every move. */
+function strongestOf(list, count, least = -Infinity) {
+  const found = [];
+  for (let n = 0; n < list.length; n++) {
+    if (!(list[n] >= least) || (found.length === count && !(list[n] > list[found[count - 1]]))) continue;
+    let at = found.length;
+    while (at > 0 && list[n] > list[found[at - 1]]) at--;
+    found.splice(at, 0, n);
+    if (found.length > count) found.pop();
+  }
+  return found;
+}
+
+/* How wide a picture may be: read before anything is written, since reading afterwards would lay out the page twice. */
+const WIDTHS = {};
+const measureWidths = () => { for (const id of ["all", "each", "map"]) WIDTHS[id] = $(id).closest("section").clientWidth; };
+const widthOf = id => WIDTHS[id];
+
 /* A canvas as wide as its place, sharp on any screen. */
-function canvas(id, height, width = $(id).parentElement.clientWidth) {
+function canvas(id, height, width = widthOf(id)) {
   const c = $(id), dpr = devicePixelRatio || 1, w = Math.round(width * dpr), h = Math.round(height * dpr);
   c.style.height = height + "px";
+  c.style.width = width + "px";
   if (c.width !== w || c.height !== h) { c.width = w; c.height = h; }
   const g = c.getContext("2d");
   g.setTransform(dpr, 0, 0, dpr, 0, 0);
@@ -75,6 +107,6 @@ function drawScale() {
   g.textAlign = "center";
   const most = S.measure === "weight" || PART.percent ? null : scaleOf(current());
   for (const p of most === null ? [0, 1, 5, 20, 50, 100] : [0, 5, 20, 50, 100])
-    g.fillText(most === null ? p + (p === 100 ? "%" : "") : short(p / 100 * most), 8 + 150 * Math.sqrt(p / 100), 21);
+    g.fillText(most === null ? p + (p === 100 ? "%" : "") : short(p / 100 * most, 2), 8 + 150 * Math.sqrt(p / 100), 21);
   $("map-scale").setAttribute("aria-label", "the colours of text and map, from 0 to " + (most === null ? "100%" : short(most)));
 }

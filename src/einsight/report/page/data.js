@@ -17,6 +17,7 @@ for (const [number, part] of REPORT.parts.entries()) {
   part.rows = Math.max(...part.layers.map(layer => layer.heads));
   part.queries ??= part.keys;
   part.ready = 0;
+  part.padded = new Set(part.padded);
 }
 
 async function load(part, l) {

@@ -1,8 +1,10 @@
 /* ---- the whole head: queries by keys, with zoom and cross-hair ---- */
 
 const BARS = 60;                                                   // room above for what keys receive
+const NAME = 20;                                                   // and below for what the chosen row is called
 let VIEW = null;                                                   // what is in sight, in cells: {x, y, w, h}; null is all
 let CELL = { w: 4, h: 4 };
+let NAMED = null;                                                  // where the chosen row's name was written
 let bitmap = { name: "", image: null };
 
 /* One pixel per cell; in long reports per pooled cell. */
@@ -36,13 +38,13 @@ function view() {
 }
 
 function drawMap() {
-  const room = $("map").parentElement.clientWidth, dpr = devicePixelRatio || 1, v = view(), { i, j } = PART;
+  const room = widthOf("map"), dpr = devicePixelRatio || 1, v = view(), { i, j } = PART;
   // Whole pixels per cell where there is room for them, else as it fits; long sides may be squeezed.
   const fit = count => { const raw = room / count, even = Math.floor(raw * dpr) / dpr; return Math.min(even > raw * .9 ? even : raw, 30); };
   const square = Math.min(fit(j), fit(i)), all = i === j ? { w: square, h: square } : { w: fit(j), h: clamp(fit(i), 0, Math.max(10, fit(j) * 3)) };
   const across = all.w * j, down = Math.min(all.h * i, room);
   CELL = { w: across / v.w, h: down / v.h };
-  const h = current(), { g } = canvas("map", BARS + down), image = mapImage(h), per = PART.whole ? 1 : PART.block;
+  const h = current(), { g } = canvas("map", BARS + down + NAME), image = mapImage(h), per = PART.whole ? 1 : PART.block;
   const X = k => (k - v.x) * CELL.w, Y = q => BARS + (q - v.y) * CELL.h;
   const ready = PART.heads[h].layer.arrays !== null;
   g.save();
@@ -62,13 +64,14 @@ function drawMap() {
   g.font = "11px " + INK.sans;
   g.fillStyle = INK.mute;
   g.textBaseline = "middle";
-  if (!VIEW && ready && PART.future) {
+  const first = q === null || Y(q) > BARS + 40;                    // not where the chosen row is called by its name
+  if (!VIEW && ready && PART.future && first) {
     g.textAlign = "right";
     g.fillText("the future: no query sees it", across, BARS + 12);
     g.textAlign = "left";
   }
   drawCross(g, q, k, v, X, Y, across, down);
-  const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p)] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
+  const found = p ? [named(PART.queries, placeOf(p[0])), " looks at ", named(PART.keys, p[1]), " ", said(h, ...p), ...(S.hide && p[1] !== PART.first ? hiddenShare(h, ...p) : [])] : [VIEW ? "Drag to move, double-click for more." : "Point at a cell; double-click to zoom."];
   put("map-read", ...found);
   put("map-note", PART.whole ? "Rows are queries, columns keys; bars: average share received" : exact ? "Each query’s strongest keys, exactly; bars: share received"
     : `Cells: what ${per} queries give to ${per} keys; bars: share received`, `, ${percent(tallest)} at most.`);
@@ -139,15 +142,13 @@ function drawCross(g, q, k, v, X, Y, across, down) {
   g.font = "12px " + INK.mono;
   const thick = size => Math.max(size, 2), { layer } = PART.heads[current()], a = layer.arrays;
   if (q !== null && q >= v.y - 1 && q < v.y + v.h) {
-    const end = a ? a.hi[q] : PART.j, right = Math.min(X(end), across), left = clamp(X(a ? a.lo[q] : 0), 0, across), label = `${spoken(PART.queries, placeOf(q))}`;
+    const end = a ? a.hi[q] : PART.j, right = Math.min(X(end), across), left = clamp(X(a ? a.lo[q] : 0), 0, across), label = spoken(PART.queries, placeOf(q));
     g.strokeRect(left - 1, Y(q) - .5, Math.max(right - left, 0) + 1.5, thick(CELL.h) + 1);
-    if (across - right > 14 + label.length * 7.5) g.fillText(label, right + 7, Y(q) + CELL.h / 2);
-    else {
-      const above = Y(q) > BARS + 20;
-      g.textAlign = "right";
-      outlined(g, label, across - 2, above ? Y(q) - 9 : Y(q) + thick(CELL.h) + 10);
-      g.textAlign = "left";
-    }
+    // Beside the row only where all paper there is bare; else below the map, never over cells.
+    const beside = PART.future && across - right > 14 + g.measureText(label).width;
+    if (beside) g.fillText(label, right + 7, Math.max(Y(q) + CELL.h / 2, BARS + 7));
+    else g.fillText("row " + label, 0, BARS + down + 12);
+    NAMED = { beside, x: beside ? right + 7 : 0, y: beside ? Y(q) + CELL.h / 2 : BARS + down + 12 };
   }
   if (k !== null && k >= v.x - 1 && k < v.x + v.w) {
     const seen = a ? firstToSee(a, k) : 0, top = clamp(Y(seen), BARS, BARS + down);
@@ -161,16 +162,6 @@ function drawCross(g, q, k, v, X, Y, across, down) {
 function firstToSee(a, k) {
   for (let q = 0; q < PART.i; q++) if (k >= a.lo[q] && k < a.hi[q]) return q;
   return PART.i;
-}
-/* Letters on the map: with paper around them. */
-function outlined(g, text, x, y) {
-  g.save();
-  g.strokeStyle = INK.paper;
-  g.lineWidth = 4;
-  g.lineJoin = "round";
-  g.strokeText(text, x, y);
-  g.restore();
-  g.fillText(text, x, y);
 }
 
 /* ---- pointing, zooming and moving ---- */

@@ -5,11 +5,11 @@ async function show(part) {
   const { layer } = part.heads[S.head];
   await load(part, layer.place);
   const q = strongestQuery(part, S.head), { arrays } = layer;
-  part.future = !part.cross && part.i > 20 && arrays.hi.every((end, n) => end <= n + part.offset + 1) && arrays.lo.every(start => start === arrays.lo[0]);
+  part.future = !part.cross && part.i > 20 && arrays.hi.every((end, n) => end <= n + part.offset + 1) && arrays.lo.every((start, n) => !arrays.hi[n] || start === arrays.lo[part.i - 1]);
   buildPart();
   S.focus = q === null ? null : placeOf(q);
   draw();
-  if (S.focus !== null && part.queries.text.length > LONG) reveal(S.focus);
+  if (S.focus !== null && isLong(part.queries)) reveal(S.focus);
   document.documentElement.dataset.shown = part.number;
   for (const l of part.layers.keys()) {                            // the other layers, while nothing else happens
     if (PART !== part) return;

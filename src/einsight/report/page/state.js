@@ -75,34 +75,38 @@ function values(h) {
   const column = columnOf(PART, h, k, S.hide);
   return column && (S.measure === "weight" ? column : column.map((w, query) => w * factor(h, query, k)));
 }
-function received(h) {
-  if (S.scope === "head") return receivedOf(PART, h, S.hide);
+function received(h, hide = S.hide) {
+  if (S.scope === "head") return receivedOf(PART, h, hide);
   const { layer } = PART.heads[h];
   const heads = S.scope === "layer" ? Array.from({ length: layer.heads }, (_, n) => layer.from + n) : [...PART.heads.keys()];
-  return receivedBy(PART, heads, S.hide);
+  return receivedBy(PART, heads, hide);
 }
 
 /* Kinds of heads: the first threshold that a head reaches. */
 const KINDS = { induction: .3, previous: .3, first: .7 };
 const KIND_MARK = { induction: "○", previous: "‹", first: "·" };
-const KIND_NAME = { induction: "induction", previous: "previous token", first: "first token" };
-const A_KIND = { induction: "an induction head", previous: "a previous-token head", first: "resting on the first token" };
+const kindName = kind => ({ induction: "induction", previous: `previous ${PART.thing}`, first: `first ${PART.whole_thing}` })[kind];
+const aKind = kind => ({ induction: "an induction head", previous: `a previous-${PART.thing} head`, first: `resting on the first ${PART.whole_thing}` })[kind];
 
 const STATISTICS = {
-  entropy: { name: "entropy", format: v => `${v.toFixed(2)} nats, as wide as ${plural(+Math.exp(v).toFixed(1), "equal token")}`, end: v => v.toFixed(1) + " nats",
-    say: part => `How spread out a row is, in nats, on average: 0 is a single token, ${Math.log(part.j).toFixed(1)} would be all ${part.j} alike.` },
-  first: { name: "first", format: percent, say: () => "Share of attention that rests on the very first token, on average over all later ones." },
-  previous: { name: "previous", format: percent, say: () => "Share of attention on the token just before, on average." },
-  next: { name: "next", format: percent, say: () => "Share of attention on the token just after, on average." },
+  entropy: { name: "entropy", format: v => `${v.toFixed(2)} nats, as wide as ${plural(+Math.exp(v).toFixed(1), `equal ${PART.thing}`)}`, end: v => v.toFixed(1) + " nats",
+    say: part => `How spread out a row is, in nats, on average: 0 is a single ${part.thing}, ${Math.log(part.j).toFixed(1)} would be all ${part.j} alike.` },
+  first: { name: "first", format: percent, say: part => `Share of attention that rests on the very first ${part.whole_thing}, on average over all later ones.` },
+  previous: { name: "previous", format: percent, say: part => `Share of attention on the ${part.thing} just before, on average.` },
+  next: { name: "next", format: percent, say: part => `Share of attention on the ${part.thing} just after, on average.` },
   itself: { name: "itself", format: percent, say: () => "Share of attention on the own place, on average." },
-  induction: { name: "induction", format: percent, say: () => "Where a phrase repeats: share of attention on the token that came next the last time." },
-  distance: { name: "distance", format: v => `${v.toFixed(1)} tokens`, say: () => "How far away a head looks, in tokens, on average." },
+  induction: { name: "induction", format: percent, say: () => "Where a token came before: share of attention on what followed its earlier copies, on average." },
+  distance: { name: "distance", format: v => plural(+v.toFixed(1), PART.thing), say: part => `How far away a head looks, in ${plural(2, part.thing).slice(2)}, on average.` },
   strongest: { name: "strongest", format: percent, say: () => "The largest weight of a row, on average: how decided a head is." },
 };
 
 function openPart(part) {
   PART = part;
   part.built = false;
+  // What the keys are called: patches, if they are all (but a class token); of both kinds together, keys.
+  const grid = part.patches ? part.patches.rows * part.patches.columns : 0;
+  part.thing = grid && part.j - grid <= 1 ? "patch" : "token";
+  part.whole_thing = grid && part.j > grid ? "key" : part.thing;
   const flat = table => Object.fromEntries(Object.entries(table).map(([name, rows]) => [name, Float32Array.from(rows.flat())]));
   part.score ??= flat(part.statistics);
   part.score_without ??= flat(part.without_first);
@@ -111,19 +115,22 @@ function openPart(part) {
   part.best = part.percent || part.kept.includes("write") ? "write" : part.kept.includes("value") ? "value" : "weight";
   Object.assign(S, { hovered: null, kind: null, only: null, least: 0, focus: null, other: null, kept: null, pinned: false, found: [], foundKeys: [],
     direction: "out", measure: part.kept.includes(S.measure) ? S.measure : "weight" });
-  if (!(S.statistic in part.score)) S.statistic = "induction" in part.score ? "induction" : Object.keys(part.score)[0];
+  if (!(S.statistic in part.score)) S.statistic = part.targets ? "induction" : Object.keys(part.score)[0];
   S.head = opening(part);
 }
 
 /* Open on a finding: the strongest induction head, or else the most decided one that does not rest on the first token. */
 function opening(part) {
-  const by = part.score.induction ?? part.score_without.strongest;
+  const by = part.targets ? part.score.induction : part.score_without.strongest;
   return by.indexOf(by.reduce((a, b) => Math.max(a, b), -1));
 }
-/* And at the token where it is strongest. */
+/* And at the token where it is strongest; where there are others not at padding, nor inside a run of special tokens. */
 function strongestQuery(part, h) {
   let best = null, most = -1;
-  for (let q = 0; q < part.i; q++) {
+  const told = part.queries, first = part.cross ? 0 : part.offset;
+  const dull = n => (!part.cross && part.padded.has(n)) || (isSpecial(told.text[n] ?? "") && (told.text[n - 1] === told.text[n] || told.text[n + 1] === told.text[n]));
+  const all = Array.from({ length: part.i }, (_, q) => q), worth = all.filter(q => !dull(q + first));
+  for (const q of worth.length ? worth : all) {
     let w;
     if (part.targets) w = part.targets[q] >= 0 ? rawWeight(part, h, q, part.targets[q]) : -1;
     else w = strongestKey(part, h, q)[1];

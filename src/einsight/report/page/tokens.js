@@ -2,24 +2,27 @@
 
 let LISTS = [];                                                    // one text, or queries and keys
 const LONG = 220;
+const isLong = data => data.text.length > (PART.cross ? 40 : LONG);  // two texts share the room of one
 
 function buildTexts() {
   const holder = $("texts");
   holder.replaceChildren();
   LISTS = PART.cross ? [textList("query", PART.queries), textList("key", PART.keys)] : [textList("both", PART.keys)];
+  holder.className = PART.cross ? "two" : "";
   for (const list of LISTS) {
-    if (PART.cross) holder.append(el("p", "caption", list.side === "query" ? "The queries: who looks" : "The keys: what is looked at"));
-    holder.append(list.ruler ? el("div", "scroll", list.root, list.ruler.canvas) : list.root);
+    const box = list.ruler ? el("div", "scroll", list.root, list.ruler.canvas) : list.root;
+    if (!PART.cross) holder.append(box);
+    else holder.append(el("div", "pane " + list.side, el("p", "caption", list.side === "query" ? "The queries: who looks" : "The keys: what is looked at"), box));
   }
 }
 
 function textList(side, data) {
-  const list = { side, data, tokens: [], state: [], root: el("div", "text" + (data.text.length > LONG ? " long" : "")), patches: null, ruler: null };
+  const list = { side, data, tokens: [], state: [], folds: [], root: el("div", "text" + (isLong(data) ? " long" : "")), patches: null, ruler: null };
   const patches = PART.patches && side !== "query" ? PART.patches : null;
   list.root.tabIndex = 0;
   list.root.setAttribute("role", "group");
   list.root.setAttribute("aria-label", side === "key" ? "the keys" : side === "query" ? "the queries" : "the text");
-  let line = el("p"), word = [];
+  let line = el("p"), word = [], fold = null, within = 0;
   // The tokens of a word stay together, unless it is longer than a line may be.
   const endWord = () => {
     const letters = word.reduce((sum, token) => sum + token.textContent.length, 0);
@@ -29,6 +32,7 @@ function textList(side, data) {
   const breakLine = () => {
     endWord();
     if (line.childNodes.length) list.root.append(line);
+    if (RIGHT_TO_LEFT.test(line.textContent)) { line.dir = "auto"; line.classList.add("shaped"); }
     line = el("p");
   };
   data.text.forEach((text, n) => {
@@ -46,21 +50,32 @@ function textList(side, data) {
     }
     const token = tokenSpan(data, n);
     list.tokens[n] = token;
+    if (n < within) { fold.rest.append(token); return; }
+    const count = runAt(data, n);
+    if (count >= FOLD) {
+      endWord();
+      fold = foldOf(n, count, text);
+      list.folds.push(fold);
+      within = n + count;
+      line.append(" ", token, fold.button, fold.rest, " ");
+      return;
+    }
     const goesOn = data.cut[n]?.[0] > 0;                           // a character's other tokens: nothing between them
     if (/^ /.test(text) && !goesOn) {
       endWord();
       if (line.childNodes.length) line.append(" ");
     }
     word.push(token);
-    if (!PART.named || (/ $/.test(text) && !goesOn)) {
+    const next = data.text[n + 1] ?? "";
+    if (!PART.named || (/ $/.test(text) && !goesOn) || gapAfter(data, n)) {
       endWord();
       line.append(" ");
     }
-    const next = data.text[n + 1] ?? "";
     if (/\n\s*$/.test(text) && !/^\s*\n/.test(next)) breakLine();
   });
   breakLine();
-  if (data.text.length > LONG) {
+  list.lengths = list.tokens.map(token => token ? token.textContent.length : 0);
+  if (isLong(data)) {
     list.lines = [...list.root.querySelectorAll("p")];
     list.lineOf = list.tokens.map(token => token && token.closest("p"));
     list.ruler = rulerOf(list);
@@ -68,6 +83,49 @@ function textList(side, data) {
   textEvents(list);
   return list;
 }
+
+/* Long runs of one special token, or of padding, are folded: the first stands for itself, a button for the rest. */
+const FOLD = 8;
+const isSpecial = text => /^\s*(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$/.test(text);
+function runAt(data, n) {
+  const text = data.text[n];
+  if (data.text[n - 1] === text || !(isSpecial(text) || (data === PART.keys && PART.padded.has(n)))) return 1;
+  let end = n + 1;
+  while (data.text[end] === text && end !== PART.prompt) end++;
+  return end - n;
+}
+function foldOf(from, count, text) {
+  const button = el("button", "fold"), rest = el("span", "rest");
+  const open = shown => {
+    rest.hidden = !shown;
+    button.setAttribute("aria-expanded", shown);
+    button.textContent = shown ? "fold" : `+ ${(count - 1).toLocaleString("en")} more`;
+  };
+  button.title = `${count} × ${text.trim()}, tokens ${from} to ${from + count - 1}: click to show or fold them`;
+  button.onclick = event => { event.stopPropagation(); open(rest.hidden); set({}); };
+  open(false);
+  return { from: from + 1, to: from + count, button, rest, open, state: "" };
+}
+/* What all tokens of a fold have together. */
+function drawFolds(list, shown, most, write, fewest) {
+  for (const fold of list.folds) {
+    let sum = 0, any = false;
+    if (shown && fold.rest.hidden) for (let n = fold.from; n < fold.to; n++) if (!Number.isNaN(shown[n])) { sum += shown[n]; any = true; }
+    const part = Math.min(1, Math.sqrt(sum / most)), seen = part >= .055, label = part >= fewest ? write(sum) : "";
+    const state = [seen ? level(part) : -1, shown && !any && fold.rest.hidden, label].join();
+    if (state === fold.state) continue;
+    fold.state = state;
+    fold.button.style.backgroundColor = seen ? rgb(shade(part)) : "";
+    fold.button.style.color = seen ? over(shade(part)) : "";
+    fold.button.classList.toggle("off", Boolean(shown && !any && fold.rest.hidden));
+    if (label) fold.button.dataset.w = label;
+    else delete fold.button.dataset.w;
+  }
+}
+const foldAt = (list, n) => list.folds.find(fold => n >= fold.from && n < fold.to);
+
+/* Plain words come without their spaces: one is put between them, but not before a mark that ends a phrase. */
+const gapAfter = (data, n) => data.apart && n + 1 < data.text.length && !(data.cut[n + 1]?.[0] > 0) && !/^[.,;:!?…)\]}’”»،؛؟]+$/.test(data.text[n + 1]);
 
 /* A token's own text; one space before a word is the gap between tokens, any other is drawn. */
 function tokenSpan(data, n) {
@@ -137,7 +195,7 @@ function shownIn(list, found) {
 function drawTexts() {
   const h = current(), found = values(h), sum = S.direction === "sum", most = sum ? largestReceived(found) : scaleOf(h);
   const fewest = sum ? .5 : .0995;                                 // how strong a colour has to be for a number under it
-  const write = x => sum && x < .0995 ? (x * 100).toFixed(1) : sum || inPercent(S.measure) ? String(Math.round(x * 100)) : short(x);
+  const write = x => sum && x < .0995 ? short(x * 100, 2) : sum || inPercent(S.measure) ? String(Math.round(x * 100)) : short(x, 2);
   for (const list of LISTS) {
     const shown = shownIn(list, found), matches = new Set(list.side === "key" ? S.foundKeys : S.found);
     const focus = focusIsIn(list) ? S.focus : null, other = list.side === "both" || !focusIsIn(list) ? S.other : null;
@@ -149,7 +207,7 @@ function drawTexts() {
       const x = shown ? shown[n] : 0, hidden = S.hide && n === PART.first && list.side !== "query" && S.direction !== "in";
       const part = Math.sqrt((x || 0) / most), seen = shown && part >= .055 && !hidden, masked = shown && Number.isNaN(x) && !ghosts?.has(list.lineOf[n]);
       let label = !shown || hidden || !(part >= fewest) ? "" : write(x);
-      room += token.textContent.length;
+      room += list.lengths[n];
       if (label && room < label.length + 1) label = "";
       if (label) room = 0;
       const flags = (seen ? level(part) + 1 : 0) | (masked ? 512 : 0) | (hidden ? 1024 : 0) | (n === focus && focusShows ? 2048 : 0)
@@ -165,9 +223,28 @@ function drawTexts() {
       token.className = "t" + (seen ? " seen" : "") + (masked ? " off" : "") + (hidden ? " hid" : "") + (flags & 2048 ? " focus" : "")
         + (flags & 4096 && flags & 2048 ? " pin" : "") + (flags & 8192 ? " other" : "") + (flags & 16384 ? " found" : "");
     });
+    drawFolds(list, shown, most, write, fewest);
     list.ruler?.paint(shown, most, focus, other);
     list.patches?.paint(shown, most, focus, other, focusShows);
+    if (PART.cross && list.ruler && found && S.direction !== "sum" && !focusIsIn(list)) follow(list, shown);
   }
+}
+
+/* Of two texts the one that answers scrolls to its strongest token, unless one half as strong is in sight. */
+let followed = "";
+function follow(list, shown) {
+  const name = [PART.number, current(), S.direction, S.focus, S.hide, S.measure].join();
+  if (name === followed) return;
+  followed = name;
+  requestAnimationFrame(() => {
+    const best = shown.reduce((top, x, n) => x > (shown[top] || 0) ? n : top, 0), box = list.root.getBoundingClientRect();
+    const inSight = [...shown.keys()].some(n => {
+      if (!(shown[n] >= shown[best] / 2) || !list.tokens[n]) return false;
+      const at = list.tokens[n].getBoundingClientRect();
+      return at.top >= box.top && at.bottom <= box.bottom - 12;
+    });
+    if (!inSight) reveal(best, list.side);
+  });
 }
 
 /* Of a long text the lines that are masked as a whole turn grey as a whole: a move may pass thousands of tokens. */
@@ -194,6 +271,8 @@ const repaint = () => { for (const list of LISTS) list.state = []; };
 function reveal(place, side = "query") {
   const list = LISTS.find(one => one.side === "both" || one.side === side), token = list?.tokens[place];
   if (!token) return;
+  const fold = foldAt(list, place);
+  if (fold?.rest.hidden) fold.open(true);
   if (!list.ruler) return token.scrollIntoView({ block: "nearest" });
   const box = list.root.getBoundingClientRect(), at = token.getBoundingClientRect();
   if (at.top < box.top + 20 || at.bottom > box.bottom - 30) list.root.scrollTop += at.top - box.top - box.height / 2;

@@ -4,8 +4,13 @@ const DIRECTIONS = { out: "looks at", in: "is looked at by", sum: "received" };
 const SCOPES = { head: "by this head", layer: "in its layer", all: "in all layers" };
 const MEASURES = { weight: "weights", value: "× value", write: "× output" };
 
+let allDrawn = "";
 function draw() {
-  drawAll();
+  measureWidths();
+  // A move over the text changes nothing in the grid of all heads.
+  const shows = () => [PART.number, S.head, S.hovered, S.statistic, S.hide, S.sorted, S.least, S.kind, S.only, pans.all?.left, pans.all?.top, WIDTHS.all, devicePixelRatio, INK.dark].join();
+  if (shows() !== allDrawn) drawAll();
+  allDrawn = shows();
   drawEach();
   drawHeadline();
   drawTexts();
@@ -25,11 +30,11 @@ function drawHeadline() {
 function habit(h) {
   const kind = PART.kind[h], score = PART.score;
   if (kind) {
-    const where = { induction: "on what came next last time", previous: "on the token before", first: "of its attention" }[kind];
-    return A_KIND[kind].replace(/^./, c => c.toUpperCase()) + `: ${percent(score[kind][h])} ${where}.`;
+    const where = { induction: "on what followed earlier copies of a token", previous: `on the ${PART.thing} before`, first: "of its attention" }[kind];
+    return aKind(kind).replace(/^./, c => c.toUpperCase()) + `: ${percent(score[kind][h])} ${where}.`;
   }
   const wide = `${score.entropy[h].toFixed(1)} nats wide`;
-  return score.distance ? `${wide}, ${score.distance[h].toFixed(0)} tokens away on average.` : `${wide}; its strongest key has ${percent(score.strongest[h])} on average.`;
+  return score.distance ? `${wide}, ${plural(+score.distance[h].toFixed(0), PART.thing)} away on average.` : `${wide}; its strongest key has ${percent(score.strongest[h])} on average.`;
 }
 
 function unit(h) {
@@ -44,32 +49,46 @@ function unit(h) {
 function drawReading() {
   const h = current(), found = values(h), list = S.direction === "in" ? PART.queries : PART.keys, measure = S.direction === "sum" ? "weight" : S.measure;
   const place = n => S.direction === "in" ? placeOf(n) : n, least = S.direction === "sum" ? .25 * largestReceived(found) : .01 * scaleOf(h);
-  const top = found ? [...found.keys()].filter(n => found[n] >= least).sort((a, b) => found[b] - found[a]).slice(0, 4) : [];
+  const top = found ? strongestOf(found, 4, least) : [];
   const names = commas(top.map(n => [tokenLink(list, place(n)), " " + amount(found[n], measure)]));
   const focus = S.focus, { q, k } = chosen(), line = [];
   if (!PART.heads[h].layer.arrays) line.push("Reading this layer…");
   else if (S.direction === "sum") {
     line.push("Most received: ", ...(names.length ? names : ["nothing stands out"]), ".");
     if (focus !== null && found && k !== null) line.push(" Here ", named(PART.keys, k), " ", percent(found[k]), ".");
-  } else if (focus === null) line.push("Point at a token.");
+  } else if (focus === null) line.push(PART.cross && PART.patches ? "Point at a token or a patch." : `Point at a ${PART.thing}.`);
+  else if (!PART.cross && PART.padded.has(focus)) line.push(named(PART.keys, focus), " is padding: it counts nowhere.");
   else if (S.direction === "out" && q === null) line.push(named(PART.keys, focus), " was not a query here.");
   else if (S.direction === "out") {
     line.push(named(PART.queries, placeOf(q)), " looks at ", ...(names.length ? names : ["nothing in particular"]));
     const masked = found && !PART.cross && found.some(Number.isNaN);
     line.push(masked ? PART.future ? "; grey is still ahead of it." : "; grey is masked." : ".");
     if (!PART.whole) line.push(` Its ${strongestKeys(PART, h, q).length} strongest keys, which are all that is shown, cover ${percent(covered(h, q))}.`);
-    if (S.hide) line.push(` The hidden token takes ${percent(rawWeight(PART, h, q, PART.first) || 0)}; the rest is scaled up.`);
   } else {
     line.push(named(PART.keys, k), " is looked at by ", ...(names.length ? names : ["no one much"]));
     line.push(found && !PART.cross && found.some(Number.isNaN) ? PART.future ? "; grey came before it." : "; grey can’t see it." : ".");
     if (!PART.whole) line.push(" Only those count that have it among their strongest keys.");
   }
+  line.push(...hiddenShare(h, q, k));
   if (PART.gaps && S.direction !== "sum" && !PART.whole) line.push(" Some keys inside the range are masked too.");
   put("text-read", ...line);
 }
+/* What the switch took away from what is pointed at, since it may have been nearly all. */
+function hiddenShare(h, q, k) {
+  if (!S.hide || !PART.heads[h].layer.arrays) return [];
+  const first = named(PART.keys, PART.first), sum = S.direction === "sum";
+  if (sum || (S.direction === "in" && q === null)) {
+    const share = sum && S.scope !== "head" ? received(h, false)[PART.first] : receivedOf(PART, h, false)[PART.first];
+    return [" Hidden: ", first, ", which receives ", bold(percent(share)), " of all attention on average; the rest is scaled up."];
+  }
+  if (q === null) return [];
+  const w = rawWeight(PART, h, q, PART.first), whose = S.direction === "in" ? [" of what ", named(PART.queries, placeOf(q)), " has"] : [];
+  if (Number.isNaN(w)) return [" It can’t see ", first, ", which is hidden."];
+  return [" Hidden: ", first, ", which takes ", bold(percent(w)), ...whose, scaled(PART, h, q) ? "; the rest is scaled up." : "; too little is left to show."];
+}
 /* In a long text what a token looks at may be far from it: its name leads there. */
 function tokenLink(list, n) {
-  if (list.text.length <= LONG) return named(list, n);
+  if (!isLong(list)) return named(list, n);
   const link = el("button", "link", named(list, n));
   link.onclick = () => reveal(n, list === PART.keys ? "key" : "query");
   return link;
@@ -118,12 +137,13 @@ function buildPart() {
   tabs("directions", DIRECTIONS, direction => set({ direction, other: null, kept: null, ...(PART.cross && direction !== S.direction ? { focus: null, pinned: false } : {}) }));
   tabs("scopes", PART.layers.length > 1 ? SCOPES : { head: SCOPES.head, all: "by all heads" }, scope => set({ scope }));
   tabs("measures", Object.fromEntries(Object.entries(MEASURES).filter(([name]) => name === "weight" || PART.kept.includes(name))), measure => set({ measure }));
-  $("hide").lastChild.textContent = `hide ${PART.patches ? "first key" : "first token"}`;
+  $("hide").lastChild.textContent = `hide first ${PART.whole_thing}`;
   $("hide").style.display = PART.patches?.start === 0 ? "none" : "";
   for (const id of ["s-all", "s-each"]) $(id).hidden = PART.heads.length < 2;
   $("help-digits").textContent = `1 – ${Object.keys(PART.score).length}`;
+  for (const [cls, word] of [[".thing", PART.thing], [".whole-thing", PART.whole_thing]]) for (const place of document.querySelectorAll("#help " + cls)) place.textContent = word;
   put("about", about());
-  put("help-note", "Layers, heads and tokens count from 0. Colour follows the square root of a weight, so that 1% can be seen beside 100%. "
+  put("help-note", `Layers, heads and ${plural(2, PART.thing).slice(2)} count from 0.` + " Colour follows the square root of a weight, so that 1% can be seen beside 100%. "
     + (PART.whole ? "Weights are stored in 8 bits and are right to 0.3 points." : `Of each query and head the ${PART.strongest} strongest keys are stored, in 8 bits; statistics, bars and what is received count every weight.`));
   buildKinds();
   buildTexts();
@@ -132,8 +152,8 @@ function buildPart() {
 }
 
 function about() {
-  const { i, j, cross, layers, rows, heads } = PART, thing = PART.patches && !PART.named ? "key" : "token";
-  const what = cross ? `${plural(i, PART.named ? "token" : "query").replace("querys", "queries")} looking at ${plural(j, "key")}` : plural(j, thing);
+  const { i, j, cross, layers, rows, heads } = PART;
+  const what = cross ? `${plural(i, PART.named ? "token" : "query").replace("querys", "queries")} looking at ${plural(j, PART.thing === "patch" ? PART.whole_thing : "key")}` : plural(j, PART.whole_thing);
   const size = layers.length === 1 ? plural(heads.length, "head") : heads.length === layers.length * rows ? `${layers.length} layers of ${plural(rows, "head")}` : `${layers.length} layers, ${heads.length} heads`;
   return `${REPORT.model ? REPORT.model + (cross ? ": " : " reading ") : ""}${what}, ${size}`;
 }

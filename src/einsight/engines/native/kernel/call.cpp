@@ -89,25 +89,26 @@ template <class T> static const T *vector(nb::handle tensor) {
   return tensor.is_none() ? nullptr : static_cast<const T *>(borrow(tensor).address());
 }
 
-// Fills in the parts of a rule: (lo, hi, seen, shows, query_ids, key_ids).
-static void read_rule(nb::sequence given, Rule &rule) {
+// Fills in the parts of a rule: (lo, hi, seen, shows, query_ids, key_ids); all but `shows` may be None.
+static void read_rule(nb::sequence given, int64_t keys, Rule &rule) {
   rule.lo = static_cast<const int64_t *>(input(given[0], rule.lo_stride));
   rule.hi = static_cast<const int64_t *>(input(given[1], rule.hi_stride));
   rule.seen = static_cast<const uint8_t *>(input(given[2], rule.seen_stride));
   rule.shows = nb::cast<bool>(given[3]);
   rule.query_ids = static_cast<const int64_t *>(input(given[4], rule.query_ids_stride));
   rule.key_ids = static_cast<const int64_t *>(input(given[5], rule.key_ids_stride));
+  rule.end = keys;
 }
 
 // What a readout asks: (kind, number, count, slot, rule or None, member or None, result, indices or None). A member
 // is a tensor of ids [#b, j] or of weights [#b, j, n], dense.
-static Ask ask_of(nb::sequence given) {
+static Ask ask_of(nb::sequence given, int64_t keys) {
   Ask ask{};
   ask.kind = static_cast<Kind>(nb::cast<int>(given[0]));
   ask.number = nb::cast<int64_t>(given[1]), ask.count = nb::cast<int64_t>(given[2]);
   ask.slot = vector<int64_t>(given[3]);
   nb::object rule = given[4], member = given[5];
-  if (!rule.is_none()) read_rule(nb::cast<nb::sequence>(rule), ask.rule);
+  if (!rule.is_none()) read_rule(nb::cast<nb::sequence>(rule), keys, ask.rule);
   if (!member.is_none()) {
     DLTensor t = borrow(member);
     ask.ids = static_cast<const int64_t *>(t.address()), ask.matrix = static_cast<const Real *>(t.address());
@@ -143,14 +144,14 @@ static Request request(nb::handle query, nb::handle key, nb::handle value, Real 
   a.sink = vector<Real>(sink), a.slopes = vector<Real>(slopes);
   a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
   a.bias = static_cast<const Real *>(input(bias, a.bias_stride));
-  read_rule(rule, a);
+  read_rule(rule, a.j, a);
   a.pairs = kernels.at(level)->has_pairs && can_pair(a);
   return a;
 }
 
-static std::vector<Ask> asked(nb::sequence given) {
+static std::vector<Ask> asked(nb::sequence given, int64_t keys) {
   std::vector<Ask> asks;
-  for (nb::handle one : given) asks.push_back(ask_of(nb::cast<nb::sequence>(one)));
+  for (nb::handle one : given) asks.push_back(ask_of(nb::cast<nb::sequence>(one), keys));
   return asks;
 }
 
@@ -162,7 +163,7 @@ static void forward(nb::handle query, nb::handle key, nb::handle value, Real sca
   a.output = output.is_none() ? nullptr : borrow(output).address();
   a.lse = result(lse), a.max_score = result(max_score), a.entropy = result(entropy);
   a.scores = result(scores), a.lse_rest = result(lse_rest);
-  std::vector<Ask> all = asked(asks);
+  std::vector<Ask> all = asked(asks, a.j);
   a.asks = all.data(), a.ask_count = all.size();
   bool done;
   {
@@ -186,7 +187,7 @@ static void backward(nb::handle query, nb::handle key, nb::handle value, Real sc
   g.lse_rest = vector<Real>(lse_rest);
   g.lse_grad = vector<Real>(lse_grad), g.max_score_grad = vector<Real>(max_score_grad);
   g.entropy_grad = vector<Real>(entropy_grad);
-  std::vector<Ask> all = asked(asks);
+  std::vector<Ask> all = asked(asks, a.j);
   g.asks = all.data(), g.ask_count = all.size();
   g.query_grad = result(query_grad), g.key_grad = result(key_grad), g.value_grad = result(value_grad);
   g.sink_grad = result(sink_grad), g.slopes_grad = result(slopes_grad), g.bias_grad = result(bias_grad);

@@ -56,8 +56,7 @@ bool gradients(const Request &a, const Gradient &g, const Kernel &kernel, int th
                 turns.data() + key_head * tiles, before.data() + (key_head * parts + n) * tiles};
       for (int64_t row = part.row_begin; row < part.row_end; row++) {
         int64_t query = row / heads, head = part.group * heads + row % heads;
-        int64_t lo = a.lo[part.batch * a.lo_stride[0] + head * a.lo_stride[1] + query * a.lo_stride[2]];
-        int64_t hi = a.hi[part.batch * a.hi_stride[0] + head * a.hi_stride[1] + query * a.hi_stride[2]];
+        int64_t lo = a.first(part.batch, head, query), hi = a.last(part.batch, head, query);
         if (lo >= hi) continue;
         part.tile_begin = least(part.tile_begin, lo / kTile);
         part.tile_end = most(part.tile_end, (hi + kTile - 1) / kTile);

@@ -9,10 +9,13 @@ inline namespace EINSIGHT_PRECISION {
 typedef EINSIGHT_REAL Real;  // what is computed in: float, or double for double inputs
 enum class Dtype : int { float32, bfloat16, float16, float64 };
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Which keys a query may see: those that everything given here allows.
 struct Rule {
-  const int64_t *lo, *hi;           // lo <= j < hi
-  int64_t lo_stride[3], hi_stride[3];
+  const int64_t *lo, *hi;           // lo <= j < hi; null, or beyond: 0 and `end`
+  int64_t lo_stride[3], hi_stride[3], end;
   const uint8_t *seen;              // bytes that broadcast to [b, h, i, j], or null
   int64_t seen_stride[4];
   bool shows;                       // whether a byte that is not 0 shows the key or hides it
@@ -20,6 +23,12 @@ struct Rule {
   int64_t query_ids_stride[2], key_ids_stride[2];
 
   bool is_interval() const { return !seen && !key_ids; }
+  int64_t first(int64_t batch, int64_t head, int64_t query) const {
+    return lo ? most(lo[batch * lo_stride[0] + head * lo_stride[1] + query * lo_stride[2]], 0) : 0;
+  }
+  int64_t last(int64_t batch, int64_t head, int64_t query) const {  // and one
+    return hi ? least(hi[batch * hi_stride[0] + head * hi_stride[1] + query * hi_stride[2]], end) : end;
+  }
 };
 
 // A readout of finished weights.
@@ -198,8 +207,6 @@ struct Kernel {
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace EINSIGHT_PRECISION
 }  // namespace einsight
