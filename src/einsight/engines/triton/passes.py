@@ -122,10 +122,7 @@ class Second:
         b, h, _, i, j = self.problem.sizes[:5]
         lines_, columns = -(-i // size), -(-j // size)
         to = self._empty(b, h, lines_, columns)
-        # A loop in a loop: the compiler fails on sm_100 if it is to have tiles on their way.
-        arguments = self.scene, self._saved(None), to, size, lines_, columns
-        one_by_one = self.size._replace(stages=1)
-        launch(kernels.pool, b * h * lines_ * columns, self.device, one_by_one, *arguments, **self.constants)
+        self._launch(kernels.pool, b * h * lines_ * columns, self._saved(None), to, size, lines_, columns)
         return to
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
