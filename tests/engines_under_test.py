@@ -1,16 +1,21 @@
 """The engines that the suite runs over. `stream` runs twice: with its own blocks, and with tiny ones that split
-every problem; `auto` takes the native engine wherever it can, and once does without."""
+every problem; `auto` takes the native engine wherever it can, and once does without. Under Triton's interpreter
+(tests/engines/test_triton.py) it runs over that engine alone, with `stream` for what it refuses, as on a GPU."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from einsight.engines import native, stream
+from einsight.engines import choose, native, stream
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENGINES = ["reference", "stream", "stream in tiny blocks", "auto", "auto without native"]
+if INTERPRETED:
+    ENGINES = ["triton"]
 
 
 @contextmanager
@@ -25,5 +30,8 @@ def using(engine: str) -> Iterator[str]:
             engine = "stream"
         if engine == "auto without native":
             patch.setattr(native.operations, "kernel", None)
+            engine = "auto"
+        if engine == "triton":
+            patch.setattr(choose, "FASTEST_FIRST", ("triton", "stream", "reference"))
             engine = "auto"
         yield engine

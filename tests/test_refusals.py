@@ -422,7 +422,8 @@ REFUSALS: dict[str, Refusal] = {
     # engines
     "unknown engine": (
         lambda: attention(engine="cudnn"), ValueError,
-        "engine must be 'auto' or one of 'native', 'torch_sdpa', 'stream', 'reference', not 'cudnn'",
+        "engine must be 'auto' or one of 'native', 'torch_sdpa', 'torch_flash', 'triton', 'stream', 'reference', "
+        "not 'cudnn'",
     ),
     "unknown engine for the operator": (
         lambda: es.AttentionWeights(q, k, engine="cudnn"), ValueError, "engine must be 'auto' or one of"

@@ -91,13 +91,17 @@ def check(*, json: bool = False, out: Any = None) -> list[Row]:
     return rows
 
 
+# Each native instruction set is shown by itself; what needs a GPU has its own check: benchmarks/gpu.py.
+_APART = ("native", "torch_flash", "triton")
+
+
 def engines() -> dict[str, tuple[str, AbstractContextManager[None]]]:
     """Each engine here by the name it is shown with, the native one for each instruction set."""
     levels = [] if operations.kernel is None else operations.kernel.levels
     found: dict[str, tuple[str, AbstractContextManager[None]]] = {}
     for n, name in enumerate(levels):
         found[f"native {name}"] = "native", operations.at_level(n)
-    return found | {name: (name, nullcontext()) for name in choose.FASTEST_FIRST if name != "native"}
+    return found | {name: (name, nullcontext()) for name in choose.FASTEST_FIRST if name not in _APART}
 
 
 def _compared(feature: str, dtype: torch.dtype) -> Iterator[Row]:

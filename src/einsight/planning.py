@@ -19,12 +19,13 @@ class Plan:
     visits: int  # pairs of query and key that are computed
     pairs: int  # b · h · i · j
     holds: int | None  # bytes beside arguments and results; None where only PyTorch knows
+    makes: str  # what the engine does
 
     def __str__(self) -> str:
         part = f" of {self.pairs:,} ({self.visits / self.pairs:.1%})" if self.pairs else ""
         held = "what PyTorch's kernel needs" if self.holds is None else f"about {_size(self.holds)}"
         lines = [
-            f"engine  {self.engine}: {choose.ENGINES[self.engine].MAKES}",
+            f"engine  {self.engine}: {self.makes}",
             *(f"not     {name}: {why}" for name, why in self.refusals.items()),
             f"visits  {self.visits:,} pairs of query and key{part}",
             f"holds   {held} beside arguments and results",
@@ -50,7 +51,8 @@ def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts:
     name, refusals = choose.choose(needed, engine)
     chosen = choose.ENGINES[name]
     b, h, _, i, j, _, _ = problem.sizes
-    return Plan(name, refusals, chosen.visits(needed), b * h * i * j, chosen.holds(needed))
+    makes = chosen.makes(needed) if hasattr(chosen, "makes") else chosen.MAKES
+    return Plan(name, refusals, chosen.visits(needed), b * h * i * j, chosen.holds(needed), makes)
 
 
 def _size(n: int) -> str:

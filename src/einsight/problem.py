@@ -146,6 +146,12 @@ class Problem:
             self.given, self.batch, self.heads, self.queries, range(self.sizes.j), self.positions, torch.device("cpu")
         )
 
+    @property
+    def here(self) -> At:
+        """The coordinates of the whole problem, on its own device."""
+        b, h, _, i, j, _, _ = self.sizes
+        return self.whole if self.device.type == "cpu" else self.at(slice(b), slice(h), slice(i), range(j))
+
     @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
         return self.positions.to(self.device)

@@ -226,21 +226,27 @@ class TopK(_Chosen):
         return top, top
 
     def block(self, x: Block) -> tuple[Float[Tensor, "b h i k"], Int[Tensor, "b h i k"]]:
-        hidden = ~x.seen.expand(x.at.shape)
-        # −1 sorts behind every weight, so hidden keys come last, also behind visible ones of weight 0.
-        marked = x.weights.detach().masked_fill(hidden, -1)
-        if maybe_current_level() is None:
-            index = _largest(marked, self.k)
-        else:  # torch.func can't branch on a value
-            index = marked.sort(dim=-1, descending=True, stable=True)[1][..., : self.k]
-        absent = hidden.gather(-1, index)
-        weights = x.weights.gather(-1, index).masked_fill(absent, 0)
-        index = (index + x.at.keys.start).masked_fill(absent, -1)
-        short = (0, self.k - index.shape[-1])
-        return pad(weights, short), pad(index, short, value=-1)
+        return strongest(x.weights, ~x.seen.expand(x.at.shape), self.k, x.at.keys.start)
 
     def join(self, *parts: Tensor) -> Top:
         return Top(*parts)
+
+
+def strongest(
+    weights: Float[Tensor, "b h i j"], hidden: Bool[Tensor, "b h i j"], k: int, start: int = 0
+) -> tuple[Float[Tensor, "b h i k"], Int[Tensor, "b h i k"]]:
+    """The k largest weights of keys that aren't hidden, and these keys, of which the first is number `start`."""
+    # −1 sorts behind every weight, so hidden keys come last, also behind visible ones of weight 0.
+    marked = weights.detach().masked_fill(hidden, -1)
+    if maybe_current_level() is None:
+        index = _largest(marked, k)
+    else:  # torch.func can't branch on a value
+        index = marked.sort(dim=-1, descending=True, stable=True)[1][..., :k]
+    absent = hidden.gather(-1, index)
+    weights = weights.gather(-1, index).masked_fill(absent, 0)
+    index = (index + start).masked_fill(absent, -1)
+    short = (0, k - index.shape[-1])
+    return pad(weights, short), pad(index, short, value=-1)
 
 
 def _largest(x: Float[Tensor, "b h i j"], k: int) -> Int[Tensor, "b h i k"]:

@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from einsight.engines import native, reference, stream, torch_sdpa
+from einsight.engines import native, reference, stream, torch_flash, torch_sdpa, triton
 from einsight.problem import Problem
 
-ENGINES: dict[str, ModuleType] = {"native": native, "torch_sdpa": torch_sdpa, "stream": stream, "reference": reference}
+ENGINES: dict[str, ModuleType] = {
+    "native": native,
+    "torch_sdpa": torch_sdpa,
+    "torch_flash": torch_flash,
+    "triton": triton,
+    "stream": stream,
+    "reference": reference,
+}
 
 # `auto` takes the first that doesn't refuse.
-FASTEST_FIRST = ("native", "torch_sdpa", "stream", "reference")
+FASTEST_FIRST = ("native", "torch_sdpa", "torch_flash", "triton", "stream", "reference")
 
 
 def check_name(engine: object) -> None:

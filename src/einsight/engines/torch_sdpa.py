@@ -19,6 +19,11 @@ MAKES = "the output alone, without a mask or causal from the first key, without 
 def refuses(problem: Problem) -> str | None:
     if problem.value is None or problem.readouts:
         return "it gives the output alone, no readouts"
+    return refuses_settings(problem)
+
+
+def refuses_settings(problem: Problem) -> str | None:
+    """What PyTorch's kernels don't have, or have otherwise."""
     for name in ("softcap", "score_mod", "bias", "sink"):
         if getattr(problem, name) is not None:
             return f"it has no {name}" if name != "bias" else "a NaN goes through the −∞ of its biases"
@@ -30,7 +35,7 @@ def refuses(problem: Problem) -> str | None:
         return "on a CPU it holds the whole matrix when e ≠ d"
     if problem.is_transformed:
         return "its derivatives are not for torch.func or forward mode"
-    if _is_causal(problem) is None:
+    if is_causal(problem) is None:
         return "of masks it has only causal, with query 0 at key 0"
     return None
 
@@ -52,7 +57,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"], tuple[Any, ...]]:
     return _careful(problem, _kernel(problem, problem.query, problem.key, value)), ()
 
 
-def _is_causal(problem: Problem) -> bool | None:
+def is_causal(problem: Problem) -> bool | None:
     """Whether the mask is causal from the first key (True), hides nothing (False), or is another (None)."""
     if problem.mask is None:
         return False
@@ -70,7 +75,7 @@ def _kernel(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Floa
         query,
         key,
         value,
-        is_causal=bool(_is_causal(problem)),
+        is_causal=bool(is_causal(problem)),
         scale=problem.scale,
         enable_gqa=problem.sizes.g != problem.sizes.h,
     )
@@ -102,7 +107,7 @@ def _meets(problem: Problem, unsound: Bool[Tensor, "b g j"]) -> Bool[Tensor, "b 
     """The queries that see one of these keys: all, or under a causal mask those from the first such key on."""
     _, h, g, i, j, _, _ = problem.sizes
     met = unsound.cummax(-1).values.repeat_interleave(h // g, 1)
-    last = torch.arange(i, device=met.device).clamp(max=j - 1) if _is_causal(problem) else torch.full((i,), j - 1)
+    last = torch.arange(i, device=met.device).clamp(max=j - 1) if is_causal(problem) else torch.full((i,), j - 1)
     return met[..., last]
 
 

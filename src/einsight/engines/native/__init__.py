@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from einsight.coordinates import along
+from einsight.engines.asks import Ask, Kind, asks_for, result_for
 from einsight.engines.native import derivatives, operations
-from einsight.engines.native.asks import Ask, Kind, asks_for, result_for
 from einsight.engines.native.operations import Asked, Settings
-from einsight.engines.native.rules import Rule, interval, lower, lower_bias
+from einsight.engines.rules import Rule, interval, lower, lower_bias
 from einsight.problem import Problem
 from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from einsight.biases import Alibi
-from einsight.coordinates import Axis, numbers
-from einsight.engines import stream
+from einsight.engines.asks import Ask, Kind
+from einsight.engines.derived import by_stream, of_all_heads, plain
 from einsight.engines.native import operations
-from einsight.engines.native.asks import Ask, Kind, as_found
 from einsight.engines.native.operations import Asked, Results, Settings
-from einsight.engines.native.rules import LIMIT, lower_bias
+from einsight.engines.rules import LIMIT, lower_bias
 from einsight.problem import Problem
-from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Scores
+from einsight.readouts import Scores
 
 _Biases = tuple[Tensor | None, Tensor | None] | str
 
@@ -93,11 +90,12 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # asked once: under checkpointing a second time is refused
         leaves, found = saved[: len(wanted)], saved[len(wanted) :]
         if torch.is_grad_enabled():
-            return None, None, None, None, *_once_more(problem, ctx.asks, leaves, wanted, grads)
+            made = by_stream(problem, ctx.asks, leaves, wanted, grads[0], grads[1:4], grads[6:])
+            return None, None, None, None, *made
         query, key, value, sink, *_ = leaves
         output, lse, max_score, entropy, lse_rest, *integers = found
         upper, indices = _of_asks(ctx.asks, grads[6:], integers)
-        of_output, of_lse, of_max, of_entropy = (_plain(g) for g in grads[:4])
+        of_output, of_lse, of_max, of_entropy = (plain(g) for g in grads[:4])
         if value is None:
             output = of_output = None
         made = operations.backward(
@@ -117,14 +115,9 @@ class _Attention(torch.autograd.Function):
             made.query.to(query.dtype) if wanted[0] else None,
             made.key.to(key.dtype) if wanted[1] else None,
             made.value.to(value.dtype) if value is not None and of_output is not None and wanted[2] else None,
-            _of_all_heads(made.sink, problem.heads, sink) if wanted[3] else None,
+            of_all_heads(made.sink, problem.heads, sink) if wanted[3] else None,
             *_of_biases(problem, leaves[4:], wanted[4:], made),
         )
-
-
-def _plain(grad: Tensor | None) -> Tensor | None:
-    """As it is read in memory: in order, and not negated on the way."""
-    return None if grad is None else grad.resolve_neg().contiguous()
 
 
 def _of_asks(
@@ -136,19 +129,11 @@ def _of_asks(
     indices: list[Tensor | None] = []
     for ask in (ask for own in asks for ask in own):
         grad = next(left)
-        upper.append(_plain(grad))
+        upper.append(plain(grad))
         indices.append(next(whole) if ask.kind is Kind.TOP else None)
         if ask.kind is Kind.TOP:
             next(left)
     return upper, indices
-
-
-def _of_all_heads(parts: Float[Tensor, "b h i"], heads: Axis, of: Tensor) -> Tensor:
-    """The gradient of a tensor of all heads, or of one number for them all, from the parts of the heads here."""
-    grad = parts.sum((0, 2), dtype=torch.float64)
-    if of.shape[0] == 1:
-        return grad.sum(0, keepdim=True).to(of.dtype)
-    return grad.new_zeros(of.shape[0]).index_add(0, numbers(heads), grad).to(of.dtype)
 
 
 def _of_biases(
@@ -161,7 +146,7 @@ def _of_biases(
     if problem.bias is None or not any(wanted):
         return [None for _ in wanted]
     if type(problem.bias) is Alibi:
-        return [_of_all_heads(made.slopes, problem.heads, leaves[0])]
+        return [of_all_heads(made.slopes, problem.heads, leaves[0])]
     # From the tensors themselves: one of them may have been computed from another.
     own = tuple(leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, wanted, strict=True))
     with torch.enable_grad():
@@ -172,37 +157,3 @@ def _of_biases(
     chosen = [tensor for tensor in own if tensor.requires_grad]
     found = iter(torch.autograd.grad([x for x, _ in pairs], chosen, [g for _, g in pairs], allow_unused=True))
     return [next(found) if want else None for want in wanted]
-
-
-def _once_more(
-    problem: Problem,
-    asks: list[tuple[Ask, ...]],
-    leaves: tuple[Tensor | None, ...],
-    wanted: tuple[bool, ...],
-    grads: tuple[Tensor | None, ...],
-) -> list[Tensor | None]:
-    """The gradients made so that they can be differentiated again, by the engine that can."""
-    given: list[tuple[Readout, Tensor | None]] = list(
-        zip((LogSumExp(), MaxScore(), Entropy()), grads[1:4], strict=True)
-    )
-    left = iter(grads[6:])
-    for readout, own in zip(problem.readouts, asks, strict=True):
-        mine = [next(left) for ask in own for _ in ask.shapes(problem.sizes)]
-        if mine:
-            given.append(as_found(readout, problem, mine[0]))
-    pairs = [(readout, grad) for readout, grad in given if grad is not None]
-    with torch.enable_grad():
-        # Names of their own, at which the derivative ends: one tensor may have been computed from another.
-        query, key, value, sink, *biases = own = [None if leaf is None else leaf.view_as(leaf) for leaf in leaves]
-        bias = None if problem.bias is None else problem.bias.made_of(tuple(b for b in biases if b is not None))
-        asked = tuple(readout for readout, _ in pairs)
-        output, found = stream.run(
-            replace(problem, query=query, key=key, value=value, sink=sink, bias=bias, readouts=asked)
-        )
-    results = [result[0] if isinstance(result, tuple) else result for result in found]
-    upper = [grad for _, grad in pairs]
-    if grads[0] is not None and output is not None:
-        results, upper = [output, *results], [grads[0], *upper]
-    chosen = [tensor for tensor, want in zip(own, wanted, strict=True) if tensor is not None and want]
-    made = iter(torch.autograd.grad(results, chosen, upper, create_graph=True, allow_unused=True))
-    return [next(made) if want else None for want in wanted]

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from einsight.coordinates import Sizes
-from einsight.engines.native.asks import Ask, Kind, blank
-from einsight.engines.native.rules import Rule
+from einsight.engines.asks import Ask, Kind, blank
+from einsight.engines.rules import Rule
 from einsight.problem import accuracy
 
 try:

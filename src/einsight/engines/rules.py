@@ -1,4 +1,4 @@
-"""Masks and biases as the kernel reads them: intervals of keys, bytes, ids, floats and slopes, in place."""
+"""Masks and biases as the compiled engines read them: intervals of keys, bytes, ids, floats and slopes, in place."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ class Rule(NamedTuple):
     key_ids: Int[Tensor, "#b j"] | None = None
 
 
-def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None) -> Rule | str:
-    """The mask as a rule, or why it has none. `hull` is an interval known to hold all that it allows."""
+def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None, here: At | None = None) -> Rule | str:
+    """The mask as a rule, or why it has none. `hull` is an interval known to hold all that it allows; `here` are the
+    same coordinates on the problem's device, where that isn't the CPU."""
+    here = at if here is None else here
     lo, hi = (0, at.sizes.j) if hull is None else hull
     ids = given = first = None
     others: list[Mask] = []
     for factor in mask.factors():
-        if ids is None and (ids := factor.ids(at)) is not None:
+        if ids is None and (ids := factor.ids(here)) is not None:
             continue
-        if given is None and (given := factor.given(at)) is not None:
+        if given is None and (given := factor.given(here)) is not None:
             first = factor
             continue
         start, end, exact = factor.bounds(at)
@@ -49,7 +51,7 @@ def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None) -> Rule |
         if not exact:
             others.append(factor)
     if others:
-        made = evaluate(reduce(and_, others if first is None else [first, *others]), at)
+        made = evaluate(reduce(and_, others if first is None else [first, *others]), here)
         if made is None:
             return f"the mask is neither an interval of keys for each query nor a tensor of at most {LIMIT >> 20} MB"
         given = made, True
@@ -105,7 +107,7 @@ def in_rows(rule: Callable[[At], Tensor], at: At, dtype: torch.dtype) -> Shaped[
     if b * h * i * j * dtype.itemsize > LIMIT:
         return None
     step = max(2, _AT_ONCE // max(b * h * j, 1))
-    made = torch.empty(b, h, i, j, dtype=dtype)
+    made = torch.empty(b, h, i, j, dtype=dtype, device=at.device)
     for start in range(0, i, step):
         made[:, :, start : start + step] = some(start, min(start + step, len(at.queries)))[:, :, :i]
     return made

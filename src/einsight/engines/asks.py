@@ -1,4 +1,4 @@
-"""Readouts of finished weights as the kernel is asked for them: a few numbers and tensors for each."""
+"""Readouts of finished weights as the compiled engines are asked for them: a few numbers and tensors for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, pad
 
 from einsight.coordinates import Sizes, along
 from einsight.engines.join import asked_queries, result_of
-from einsight.engines.native.rules import Rule, lower
+from einsight.engines.rules import Rule, lower
 from einsight.problem import Problem
 from einsight.readouts import Diagonal, Distance, Mass, Pool, Readout, Received, Rows, Share, TopK, Weights, changed
 
@@ -66,11 +66,11 @@ class Ask(NamedTuple):
         return ((*row, self.number),) if self.kind in (Kind.MASS, Kind.MASS_OF_IDS) else (row,)
 
 
-def blank(ask: Ask, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
+def blank(ask: Ask, sizes: Sizes, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Tensor]:
     """Memory for the result."""
     first, *others = ask.shapes(sizes)
-    made = torch.zeros(first, dtype=dtype) if ask.adds else torch.empty(first, dtype=dtype)
-    return [made, *(torch.empty(shape, dtype=torch.int64) for shape in others)]
+    made = (torch.zeros if ask.adds else torch.empty)(first, dtype=dtype, device=device)
+    return [made, *(torch.empty(shape, dtype=torch.int64, device=device) for shape in others)]
 
 
 def asks_for(readout: Readout, problem: Problem) -> tuple[Ask, ...] | str:
@@ -92,7 +92,7 @@ def result_for(readout: Readout, problem: Problem, parts: tuple[Tensor, ...]) ->
     if isinstance(readout, Received) and readout.per_group:
         parts = tuple(part.view(b, g, h // g, j).sum(2) for part in parts)
     if isinstance(readout, Pool):
-        lines = torch.arange(-(-i // readout.size)) * readout.size
+        lines = torch.arange(-(-i // readout.size), device=problem.device) * readout.size
         parts = (parts[0] / (i - lines).clamp(max=readout.size)[:, None],)
     return result_of(readout, parts)
 
@@ -104,7 +104,8 @@ def as_found(readout: Readout, problem: Problem, grad: Tensor | None) -> tuple[R
         return changed(readout, mean=False, per_group=False), grad
     if isinstance(readout, Pool) and grad is not None:
         i = problem.sizes.i
-        return readout, grad * (i - torch.arange(0, i, readout.size)).clamp(max=readout.size)[:, None]
+        lines = torch.arange(0, i, readout.size, device=grad.device)
+        return readout, grad * (i - lines).clamp(max=readout.size)[:, None]
     queries = readout.queries
     return (changed(readout, queries=queries.unique()) if isinstance(queries, Tensor) else readout), grad
 
@@ -125,12 +126,12 @@ def _top(readout: TopK, problem: Problem, count: int, slot: Tensor | None) -> tu
 
 
 def _share(readout: Share, problem: Problem, count: int, slot: Tensor | None) -> tuple[Ask, ...] | str:
-    rule = lower(readout.mask, problem.whole)
+    rule = lower(readout.mask, problem.whole, here=problem.here)
     return rule if isinstance(rule, str) else (Ask(Kind.SHARE, count, 0, slot, rule),)
 
 
 def _mass(readout: Mass, problem: Problem, count: int, slot: Tensor | None) -> tuple[Ask, ...]:
-    groups, n = readout.groups.detach().cpu(), readout.n
+    groups, n = readout.groups.detach().to(problem.device), readout.n
     if groups.dtype.is_floating_point:
         return (Ask(Kind.MASS, count, n, slot, member=_padded(groups[None], problem.dtype)),)
     ids = along(groups if groups.ndim == 2 else groups[None], 0, problem.batch).to(torch.int64).contiguous()
