@@ -98,13 +98,16 @@ def forward(
         "S": 1 << max(shares - 1, 0).bit_length(),
         "PRECISION": precision(query.dtype),
     }
-    arguments = scene(problem, query, key, lowered), None if value is None else view(value), e, asked, sink, blocks, g
-    launch(kernels.attend, blocks * b * g, device, size, *arguments, 1, **constants, MEND=False)
+    arguments = scene(problem, query, key, lowered), None if value is None else view(value), e, asked, sink
+    launch(kernels.attend, blocks * b * g, device, size, *arguments, blocks, g, 1, **constants, MEND=False)
     if value is not None and e:
         chunk = min(constants["E"], CHUNK)
         chunks = -(-e // chunk)
-        constants = constants | {"E": chunk, "MEND": True}
-        launch(kernels.attend, blocks * b * g * chunks, device, size, *arguments, chunks, **constants)
+        # Tiles of as many keys, so that sums are made in the same order.
+        size = tile("mend", device, query.dtype, constants["D"], constants["E"])._replace(keys=size.keys)
+        blocks = -(-i * (h // g) // size.rows)
+        constants = constants | {"M": size.rows, "E": chunk, "MEND": True}
+        launch(kernels.attend, blocks * b * g * chunks, device, size, *arguments, blocks, g, chunks, **constants)
     return found
 
 
