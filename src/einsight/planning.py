@@ -51,8 +51,7 @@ def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts:
     name, refusals = choose.choose(needed, engine)
     chosen = choose.ENGINES[name]
     b, h, _, i, j, _, _ = problem.sizes
-    makes = chosen.makes(needed) if hasattr(chosen, "makes") else chosen.MAKES
-    return Plan(name, refusals, chosen.visits(needed), b * h * i * j, chosen.holds(needed), makes)
+    return Plan(name, refusals, chosen.visits(needed), b * h * i * j, chosen.holds(needed), chosen.makes(needed))
 
 
 def _size(n: int) -> str:

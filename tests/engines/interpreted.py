@@ -213,13 +213,14 @@ def test_what_is_refused() -> None:
 
 def test_a_device_that_is_off_is_refused_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(problem: Any) -> Any:
-        output, results = running.run(problem)
+        output, results = running.compute(problem)
         return output, tuple(x * 1.01 for x in results)
 
     monkeypatch.setattr(trust, "trusted", set())
     with pytest.raises(RuntimeError, match=r"the triton engine is wrong on cpu \(lse.*say engine='stream'"):
         trust.check(torch.device("cpu"), off)
-    trust.check(torch.device("cpu"), running.run)
+    assert trust.trusted == set()
+    trust.check(torch.device("cpu"), running.compute)
     assert trust.trusted == {torch.device("cpu")}
 
 

@@ -19,12 +19,14 @@ from einsight.engines.products import inner, weighted
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
 
-MAKES = "any result, any derivative, torch.func; memory for the whole matrix"
-
 
 def refuses(problem: Problem) -> str | None:
     """It refuses nothing."""
     return None
+
+
+def makes(problem: Problem) -> str:
+    return "any result, any derivative, torch.func; memory for the whole matrix"
 
 
 def visits(problem: Problem) -> int:

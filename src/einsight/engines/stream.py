@@ -25,8 +25,6 @@ from einsight.engines.products import all_finite, inner, select_product, weighte
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
 
-MAKES = "any result, first and second derivatives; memory for a few blocks"
-
 # Rows of a block, and how many scores it holds at most: on a CPU the block stays in the cache, on a GPU it is
 # large enough to be worth a launch. Measured: docs/decisions.md.
 ROWS = 128
@@ -38,6 +36,10 @@ def refuses(problem: Problem) -> str | None:
     if problem.is_transformed:
         return "torch.func and forward mode can't transform a computation in blocks"
     return None
+
+
+def makes(problem: Problem) -> str:
+    return "any result, first and second derivatives; memory for a few blocks"
 
 
 def visits(problem: Problem) -> int:

@@ -17,8 +17,6 @@ from einsight.engines.products import all_finite
 from einsight.problem import Problem
 from einsight.readouts import Entropy, MaxScore
 
-MAKES = "the output by PyTorch's flash kernel, and readouts of weights by ours"
-
 
 def refuses(problem: Problem) -> str | None:
     if not triton.runs_on(problem.device):

@@ -13,8 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from einsight.engines import stream
 from einsight.problem import Problem
 
-MAKES = "the output alone, without a mask or causal from the first key, without other settings"
-
 
 def refuses(problem: Problem) -> str | None:
     if problem.value is None or problem.readouts:
@@ -38,6 +36,10 @@ def refuses_settings(problem: Problem) -> str | None:
     if is_causal(problem) is None:
         return "of masks it has only causal, with query 0 at key 0"
     return None
+
+
+def makes(problem: Problem) -> str:
+    return "the output alone, without a mask or causal from the first key, without other settings"
 
 
 def visits(problem: Problem) -> int:

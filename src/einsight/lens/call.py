@@ -146,6 +146,14 @@ def make(
     return Call(query, key, value, rule, place if offset is None else offset, settings, dropout=dropout)
 
 
+def evenly(call: Call) -> es.AttentionWeights:
+    """The weights of equal scores under a call's mask, from which can be told what is visible: the lse is ln(how many
+    keys). One head stands for all where heads can't differ, which is where the mask is a rule."""
+    heads = slice(1) if call.rule.other is None else slice(None)
+    query, key = torch.zeros_like(call.query[:, heads, :, :1]), torch.zeros_like(call.key[:, heads, :, :1])
+    return es.AttentionWeights(query, key, call.mask, offset=call.offset)
+
+
 def _detached(setting: Any) -> Any:
     return setting.detach() if isinstance(setting, Tensor) else setting
 

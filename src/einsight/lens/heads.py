@@ -11,7 +11,7 @@ from torch import Tensor
 
 import einsight as es
 from einsight.lens import words
-from einsight.lens.call import Call
+from einsight.lens.call import Call, evenly
 from einsight.lens.table import Table
 
 # How each column is read; all are means over the queries where it can be told, padding left out.
@@ -69,6 +69,15 @@ def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     return Heads(columns)
 
 
+def came_before(ids: Int[Tensor, " i"]) -> Bool[Tensor, " i"]:
+    """Which tokens have an earlier copy."""
+    order = torch.sort(ids, stable=True).indices
+    ids = ids[order]
+    alike = torch.zeros(len(ids), dtype=torch.bool)
+    alike[order[1:]] = ids[1:] == ids[:-1]
+    return alike
+
+
 class _Sequence:
     """The tokens of one sequence, without its padding, and what is asked of the weights on them."""
 
@@ -78,9 +87,8 @@ class _Sequence:
         # Copies of a token side by side, in the order in which they came.
         self.order = torch.sort(ids, stable=True).indices
         self.back = self.order.argsort()
-        ids = ids[self.order]
-        self.copies = es.documents(ids) & es.window(None, -1)
-        has_copy = torch.cat([torch.zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])[:i][self.back]
+        self.copies = es.documents(ids[self.order]) & es.window(None, -1)
+        has_copy = came_before(ids)
         self.asked = {
             "first": self.place > 0,
             "previous": self.place > 0,
@@ -193,11 +201,7 @@ def _real(real: Bool[Tensor, "b m"] | None, keep: Bool[Tensor, "#b i"] | None, i
 
 def _visible(call: Call, item: int, chosen: Int[Tensor, " n"]) -> Int[Tensor, "#h n"]:
     """How many keys each query may see: exp of the lse of equal scores."""
-    # Only a mask that is no rule can differ between heads.
-    heads = slice(1) if call.rule.other is None else slice(None)
-    query, key = torch.zeros_like(call.query[:, heads, :, :1]), torch.zeros_like(call.key[:, heads, :, :1])
-    equal = es.AttentionWeights(query, key, call.mask, offset=call.offset).select(batch=[item], queries=chosen)
-    return equal.lse()[0].exp().round().cpu().long()
+    return evenly(call).select(batch=[item], queries=chosen).lse()[0].exp().round().cpu().long()
 
 
 def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:

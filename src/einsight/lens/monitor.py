@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import einsight as es
 from einsight.lens import words
-from einsight.lens.call import Call
+from einsight.lens.call import Call, evenly
 from einsight.lens.frames import Running
 from einsight.lens.layers import Layers
 from einsight.lens.watch import Watch, here
@@ -258,17 +258,10 @@ def _visible(call: Call) -> tuple[Int[Tensor, "b _ i"], Bool[Tensor, "b j"]]:
         last = (place + 1).clamp(0, j) if rule.causal else torch.full_like(place, j)
         begin = torch.zeros_like(place) if rule.left is None else (place - rule.left).clamp(0, j)
         return (before[:, last] - before[:, begin])[:, None].expand(b, -1, -1), start
-    # Equal scores tell it under any mask: the lse is ln(how many), the first of equals the lowest key.
-    heads = 1 if rule.other is None or (h := _heads(rule.other)) == 1 else h
-    query, key = (torch.zeros(b, heads, n, 1, device=device) for n in (i, j))
-    equal = es.AttentionWeights(query, key, call.mask, offset=call.offset)
-    lse, (_, lowest) = equal.read([es.LogSumExp(), es.TopK(1)])
+    # Equal scores tell it under any mask; the first of equals is the lowest key.
+    lse, (_, lowest) = evenly(call).read([es.LogSumExp(), es.TopK(1)])
     if not call.cross and i == j and call.offset == 0:
         own = torch.arange(i, device=device)
         lowest = torch.where(lowest.squeeze(-1) < 0, j, lowest.squeeze(-1)).amin(1)
         start = lowest == own
     return lse.exp().round().long(), start
-
-
-def _heads(mask: es.Mask | Tensor) -> int:
-    return mask.shape[1] if isinstance(mask, Tensor) else mask.extent()[1]

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from einsight.lens.heads import came_before
 from einsight.report.naming import Named
 from einsight.report.readouts import Seen
 from einsight.report.survey import Copies, Question, strongest
@@ -57,7 +58,7 @@ def _real(one: Named, seen: Int[Tensor, "i 3"]) -> Bool[Tensor, " j"]:
     there = seen[:, 2] > 0
     lo, hi = seen[:, 0].masked_fill(~there, part.j), seen[:, 1]
     # Padding is a run of equal tokens at the start that no later one sees, or at the end that no earlier one sees.
-    start, end = run(one.tokens), part.j - run(one.tokens[::-1])
+    start, end = _equal(one.tokens), part.j - _equal(one.tokens[::-1])
     if start < part.j and bool((lo[start:] >= start).all()):
         real[:start] = False
     if end > 0 and bool((hi[:end] <= end).all()):
@@ -66,7 +67,7 @@ def _real(one: Named, seen: Int[Tensor, "i 3"]) -> Bool[Tensor, " j"]:
     return real
 
 
-def run(tokens: Sequence[str]) -> int:
+def _equal(tokens: Sequence[str]) -> int:
     """How many equal tokens stand at the start."""
     return next((n for n, token in enumerate(tokens) if token != tokens[0]), len(tokens))
 
@@ -79,12 +80,9 @@ def _ids(tokens: Sequence[str]) -> Int[Tensor, " j"]:
 def _copies(ids: Int[Tensor, " j"], real: Bool[Tensor, " j"], place: Int[Tensor, " i"]) -> Copies | None:
     """What the lens' table calls induction: the weight on what followed earlier copies of a token. None where no token
     comes again, or where most that do stand in runs of equal ones, as `<image>`, where it means nothing."""
-    chosen, ids = ids[real], ids[real]
+    ids = ids[real]
     again, inside = torch.zeros_like(real), torch.zeros_like(real)
-    order = torch.sort(chosen, stable=True).indices
-    alike = torch.zeros(len(chosen), dtype=torch.bool)
-    alike[order[1:]] = chosen[order[1:]] == chosen[order[:-1]]
-    again[real] = alike
+    again[real] = came_before(ids)
     inside[real] = torch.cat([torch.zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])[: len(ids)]
     own, before = torch.full(real.shape, -1), torch.full(real.shape, -2)
     own[real] = ids

@@ -19,8 +19,6 @@ from einsight.engines.rules import Rule, interval, lower, lower_bias
 from einsight.problem import Problem
 from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 
-MAKES = "the output and every readout in one pass over the keys, and their gradients"
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)  # what the running softmax leaves behind, or passes by
 
@@ -86,6 +84,10 @@ def _asked(problem: Problem) -> list[tuple[Ask, ...] | str]:
 
 def _asks(problem: Problem) -> list[tuple[Ask, ...]]:
     return [asks for asks in _asked(problem) if not isinstance(asks, str)]
+
+
+def makes(problem: Problem) -> str:
+    return "the output and every readout in one pass over the keys, and their gradients"
 
 
 def visits(problem: Problem) -> int:

@@ -21,8 +21,6 @@ from einsight.engines.triton.lowered import learns_more_than_slopes, lowered
 from einsight.problem import Problem
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Received, Scores
 
-MAKES = "the output and every readout; memory linear in the sequence"
-
 OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)
 _DERIVED = (LogSumExp, MaxScore, Entropy, Received)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,6 +82,10 @@ def asked(problem: Problem) -> list[tuple[Ask, ...] | str]:
             () if type(readout) in OF_SCORES else asks_for(readout, problem) for readout in problem.readouts
         ]
     return problem.memory["triton asks"]
+
+
+def makes(problem: Problem) -> str:
+    return "the output and every readout; memory linear in the sequence"
 
 
 def visits(problem: Problem) -> int:

@@ -11,12 +11,10 @@ from einsight.coordinates import along
 from einsight.engines.triton.forward import Found
 from einsight.engines.triton.kernels import backward as kernels
 from einsight.engines.triton.kernels.scene import View
-from einsight.engines.triton.launch import launch, padded, precision, scene, step, tile, view
+from einsight.engines.triton.launch import LOG2E, launch, padded, precision, scene, step, tile, view
 from einsight.engines.triton.lowered import Lowered
 from einsight.engines.triton.passes import Queries, reaching
 from einsight.problem import Problem
-
-LOG2E = 1.4426950408889634
 
 
 class Upper(NamedTuple):

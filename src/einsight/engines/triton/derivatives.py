@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
         wanted = Wanted(LogSumExp in kinds, MaxScore in kinds, Entropy in kinds, MaxScore in kinds, saved=True)
         found = forward(problem, query, key, value, lowered, wanted)
         saved: Any = found.saved
-        second = Second(problem, scene(problem, query, key, lowered), lowered, saved, query)
+        second = Second(problem, scene(problem, query, key, lowered), saved, query)
         parts, counted = [], []
         for readout, own in zip(problem.readouts, _asks(problem), strict=True):
             for ask in own:

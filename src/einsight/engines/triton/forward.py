@@ -9,10 +9,11 @@ from torch import Tensor
 
 from einsight.coordinates import along
 from einsight.engines.asks import Ask, Kind
+from einsight.engines.rules import Rule
 from einsight.engines.triton.kernels import forward as kernels
 from einsight.engines.triton.launch import launch, padded, precision, scene, tile, view
 from einsight.engines.triton.lowered import Lowered, ends
-from einsight.problem import Problem, per_query
+from einsight.problem import Problem
 
 CHUNK = 16  # columns of the output that are mended together
 MOST_SHARES = 8  # intervals whose weight the forward sums; more go into the second pass
@@ -50,13 +51,12 @@ def is_interval(ask: Ask) -> bool:
     return ask.kind is Kind.DIAGONAL
 
 
-def interval(ask: Ask, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Its ends."""
+def rule_of(ask: Ask, problem: Problem) -> Rule:
+    """The rule of the keys whose weight is asked for; a diagonal's is one key for each query."""
     if ask.rule is not None:
-        return ends(ask.rule, problem.sizes.i, problem.sizes.j)
-    i, j = problem.sizes.i, problem.sizes.j
-    key = (problem.positions + ask.number)[:, None, :, None]
-    return per_query(key, i, j), per_query(key + 1, i, j)
+        return ask.rule
+    key = (problem.positions + ask.number)[:, None]
+    return Rule(key, key + 1)
 
 
 def forward(
@@ -115,5 +115,5 @@ def _intervals(problem: Problem, asks: tuple[Ask, ...]) -> Tensor | None:
     if not asks:
         return None
     b, h, _, i = problem.sizes[:4]
-    ends = [end.expand(b, h, i) for ask in asks for end in interval(ask, problem)]
-    return torch.stack(ends).to(torch.int32).to(problem.device)
+    found = [end.expand(b, h, i) for ask in asks for end in ends(rule_of(ask, problem), i, problem.sizes.j)]
+    return torch.stack(found).to(torch.int32).to(problem.device)

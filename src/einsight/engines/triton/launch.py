@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from einsight.engines.triton.kernels.scene import Scene, View
-from einsight.engines.triton.lowered import Lowered
+from einsight.engines.triton.kernels.scene import LOG2E as _LOG2E
+from einsight.engines.triton.kernels.scene import Rule, Scene, View
+from einsight.engines.triton.lowered import Lines, Lowered
 from einsight.problem import Problem
 
+LOG2E = _LOG2E.value
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -139,7 +141,6 @@ def stretched(tensor: Tensor) -> View:
 
 def scene(problem: Problem, query: Tensor, key: Tensor, lowered: Lowered) -> Scene:
     _, h, g, i, j, d, _ = problem.sizes
-    bounds, seen, shows, query_ids, key_ids = lowered.rule
     return Scene(
         view(query),
         view(key),
@@ -150,6 +151,18 @@ def scene(problem: Problem, query: Tensor, key: Tensor, lowered: Lowered) -> Sce
         h // g,
         problem.scale,
         problem.softcap,
+        rule(lowered.rule),
+        None if lowered.bias is None else stretched(lowered.bias),
+        lowered.slopes,
+        lowered.positions,
+        None if lowered.positions is None else step(lowered.positions, 0),
+    )
+
+
+def rule(lines: Lines) -> Rule:
+    """A rule as kernels read it."""
+    bounds, seen, shows, query_ids, key_ids = lines
+    return Rule(
         bounds,
         bounds.stride(0),
         step(bounds, 1),
@@ -160,10 +173,6 @@ def scene(problem: Problem, query: Tensor, key: Tensor, lowered: Lowered) -> Sce
         None if query_ids is None else step(query_ids, 0),
         key_ids,
         None if key_ids is None else step(key_ids, 0),
-        None if lowered.bias is None else stretched(lowered.bias),
-        lowered.slopes,
-        lowered.positions,
-        None if lowered.positions is None else step(lowered.positions, 0),
     )
 
 

@@ -9,11 +9,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from einsight.engines.asks import Ask, Kind
-from einsight.engines.rules import Rule
-from einsight.engines.triton.forward import interval
+from einsight.engines.triton.forward import rule_of
 from einsight.engines.triton.kernels import weights as kernels
-from einsight.engines.triton.launch import launch, padded, precision, step, stretched, tile
-from einsight.engines.triton.lowered import Lowered, lines
+from einsight.engines.triton.launch import launch, padded, precision, rule, step, tile
+from einsight.engines.triton.lowered import lines
 from einsight.problem import Problem
 from einsight.readouts import strongest
 
@@ -25,8 +24,8 @@ Queries = Int[Tensor, " n"] | None  # None is all
 class Second:
     """The second pass over one problem: its scene, and what the forward saved."""
 
-    def __init__(self, problem: Problem, scene: Any, lowered: Lowered, saved: Tensor, query: Tensor):
-        self.problem, self.scene, self.lowered, self.saved = problem, scene, lowered, saved
+    def __init__(self, problem: Problem, scene: Any, saved: Tensor, query: Tensor):
+        self.problem, self.scene, self.saved = problem, scene, saved
         self.device = query.device
         self.size = tile("weights", query.device, query.dtype, padded(problem.sizes.d))
         self.constants = {
@@ -88,22 +87,9 @@ class Second:
     def share(self, ask: Ask) -> Tensor:
         b, h, _, i = self.problem.sizes[:4]
         to = self._empty(b, h, i)
-        made = Rule(*interval(ask, self.problem)) if ask.rule is None else ask.rule
-        bounds, seen, shows, query_ids, key_ids = lines(made, i, self.problem.sizes.j, self.device)
-        rule = kernels.Rule(
-            bounds,
-            bounds.stride(0),
-            step(bounds, 1),
-            step(bounds, 2),
-            None if seen is None else stretched(seen),
-            shows,
-            query_ids,
-            None if query_ids is None else step(query_ids, 0),
-            key_ids,
-            None if key_ids is None else step(key_ids, 0),
-        )
+        counted = rule(lines(rule_of(ask, self.problem), i, self.problem.sizes.j, self.device))
         blocks = -(-i // self.size.rows)
-        self._launch(kernels.share, blocks * b * h, self._saved(None), rule, to, blocks)
+        self._launch(kernels.share, blocks * b * h, self._saved(None), counted, to, blocks)
         return to
 
     def mass(self, ask: Ask, queries: Queries) -> Tensor:

@@ -12,20 +12,23 @@ from einsight.engines.asks import Ask, Kind, result_for
 from einsight.engines.join import asked_queries
 from einsight.engines.triton import derivatives, trust
 from einsight.engines.triton.forward import MOST_SHARES, Found, Wanted, forward, is_interval
-from einsight.engines.triton.launch import scene
+from einsight.engines.triton.launch import LOG2E, scene
 from einsight.engines.triton.lowered import Lowered, lowered
 from einsight.engines.triton.passes import Second
 from einsight.problem import Problem
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Readout, Scores
 
-LOG2E = 1.4426950408889634
-
 
 def run(problem: Problem) -> tuple[Tensor | None, tuple[Any, ...]]:
+    trust.check(problem.device, compute)
+    return compute(problem)
+
+
+def compute(problem: Problem) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """The same on whatever device, trusted or not."""
     settings = lowered(problem)
     if isinstance(settings, str):
         raise ValueError(f"the triton engine can't compute this: {settings}")
-    trust.check(problem.device, run)
     operands = resolved(problem)
     if problem.needs_grad:
         return derivatives.run(problem, operands, settings)
@@ -51,7 +54,7 @@ def wants(problem: Problem) -> Wanted:
 def from_lse(problem: Problem, lse: Tensor) -> tuple[Any, ...]:
     """The results, where the output and its lse have come from elsewhere."""
     settings: Any = lowered(problem)  # `refuses` saw to it
-    trust.check(problem.device, run)
+    trust.check(problem.device, compute)
     lse = lse.float().contiguous()
     seen = lse != -torch.inf
     saved = torch.stack([lse.where(seen, 0) * LOG2E, seen.float()])
@@ -74,7 +77,7 @@ def answers(
     query, key, _ = operands
     of_scores: dict[type[Readout], Any] = {LogSumExp: found.lse, MaxScore: found.largest, Entropy: found.entropy}
     saved = query.new_empty(0, dtype=torch.float32) if found.saved is None else found.saved
-    second = Second(problem, scene(problem, query, key, settings), settings, saved, query)
+    second = Second(problem, scene(problem, query, key, settings), saved, query)
     results = []
     for readout, own in zip(problem.readouts, face.asked(problem), strict=True):
         if type(readout) in of_scores:

@@ -16,11 +16,10 @@ trusted: set[torch.device] = set()
 READOUTS = {"lse": LogSumExp(), "max": MaxScore(), "entropy": Entropy(), "received": Received(), "rows": Rows([3])}
 
 
-def check(device: torch.device, run: Any) -> None:
+def check(device: torch.device, compute: Any) -> None:
     """The first use of a device: refuse it loudly if the kernels are off there."""
     if device in trusted:
         return
-    trusted.add(device)  # first, since the problem is computed by the same way
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, n, 16, generator=generator).to(device, torch.float16)
@@ -29,15 +28,15 @@ def check(device: torch.device, run: Any) -> None:
     with torch.no_grad():
         right: Any
         problem = pose(query, key, value, causal(), offset=4, readouts=tuple(READOUTS.values()))
-        (output, found), (right, expected) = run(problem), stream.run(problem)
+        (output, found), (right, expected) = compute(problem), stream.run(problem)
     names = ["output", *READOUTS]
     wrong = [n for n, x, y in zip(names, (output, *found), (right, *expected), strict=True) if not _alike(x, y)]
     if wrong:
-        trusted.discard(device)
         raise RuntimeError(
             f"the triton engine is wrong on {device} ({', '.join(wrong)} of a small problem): please report it with "
             "the GPU, its driver and Triton's version; until then say engine='stream'"
         )
+    trusted.add(device)
 
 
 def _alike(x: Tensor, right: Tensor) -> bool:

@@ -105,14 +105,23 @@ def of_scores(upper, x, n, weight, g, hidden, mean):
 
 
 @triton.jit
+def key_and_value(
+    scene, value, e, upper, b, group, first, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and of their values; without a gradient of the output these aren't read."""
+    n, k = load_key_tile(scene, b, group, first, MASKED, D, N)
+    v = k
+    if upper.output is not None:
+        v = load_tile(value, b, group, first, scene.j, 0, e, MASKED, E, N)
+    return n, k, v
+
+
+@triton.jit
 def mean_tile(
     scene, value, e, upper, x, group, first, mean,
     D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, k = load_key_tile(scene, x.rows.b, group, first, MASKED, D, N)
-    v = k
-    if upper.output is not None:
-        v = load_tile(value, x.rows.b, group, first, scene.j, 0, e, MASKED, E, N)
+    n, k, v = key_and_value(scene, value, e, upper, x.rows.b, group, first, MASKED, D, E, N)
     weight, g, _, hidden = tile(scene, upper, x, n, k, v, MASKED, PRECISION)
     return mean + tl.sum(tl.where(hidden, 0.0, weight * g), 1)
 
@@ -122,10 +131,7 @@ def query_tile(
     scene, value, e, upper, x, group, first, mean, of_query, of_slope, SLOPES: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, k = load_key_tile(scene, x.rows.b, group, first, MASKED, D, N)
-    v = k
-    if upper.output is not None:
-        v = load_tile(value, x.rows.b, group, first, scene.j, 0, e, MASKED, E, N)
+    n, k, v = key_and_value(scene, value, e, upper, x.rows.b, group, first, MASKED, D, E, N)
     weight, g, chain, hidden = tile(scene, upper, x, n, k, v, MASKED, PRECISION)
     made = of_scores(upper, x, n, weight, g, hidden, mean)
     if SLOPES:
@@ -148,7 +154,7 @@ def means_of_rows(
     b = (program // blocks // groups).to(tl.int64)
     group = program // blocks % groups
     x = block_of(scene, upper, e, b, group, block, M, D, E)
-    EXACT: tl.constexpr = scene.seen is None and scene.key_ids is None
+    EXACT: tl.constexpr = scene.rule.seen is None and scene.rule.key_ids is None
     start, stop, left, right = reach(x.rows, EXACT, N)
     mean = tl.zeros([M], tl.float32)
     for first in range(left, right, N):
@@ -170,7 +176,7 @@ def gradients_of_queries(
     b = (program // blocks // groups).to(tl.int64)
     group = program // blocks % groups
     x = block_of(scene, upper, e, b, group, block, M, D, E)
-    EXACT: tl.constexpr = scene.seen is None and scene.key_ids is None
+    EXACT: tl.constexpr = scene.rule.seen is None and scene.rule.key_ids is None
     SLOPES: tl.constexpr = slopes is not None
     start, stop, left, right = reach(x.rows, EXACT, N)
     edges = (left - start) // N + tl.cdiv(tl.maximum(stop - right, 0), N)
@@ -205,12 +211,10 @@ def gradients_of_keys(
     part = program % blocks
     b = (program // blocks // groups).to(tl.int64)
     group = program // blocks % groups
-    n, k = load_key_tile(scene, b, group, part * N, True, D, N)
+    n, k, v = key_and_value(scene, value, e, upper, b, group, part * N, True, D, E, N)
     of_key = tl.zeros([N, D], tl.float32)
-    v = k
     of_value = of_key
     if upper.output is not None:
-        v = load_tile(value, b, group, part * N, scene.j, 0, e, True, E, N)
         of_value = tl.zeros([N, E], tl.float32)
     begin = tl.load(first + b * range_b + part) * scene.shared // M
     end = tl.cdiv(tl.load(last + b * range_b + part) * scene.shared, M)

@@ -155,7 +155,7 @@ def attend(
         output, number + float("-inf"), number, number, tl.zeros([M, S], tl.float32), number,
         tl.zeros([M], tl.int32), spoilt,
     )  # fmt: skip
-    EXACT: tl.constexpr = scene.seen is None and scene.key_ids is None
+    EXACT: tl.constexpr = scene.rule.seen is None and scene.rule.key_ids is None
     start, stop, left, right = reach(rows, EXACT, N)
     for first in range(left, right, N):
         x = tile(

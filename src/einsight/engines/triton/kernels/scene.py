@@ -22,6 +22,21 @@ class View(NamedTuple):
     d: Any
 
 
+class Rule(NamedTuple):
+    """Keys that are seen, or counted. None is no condition."""
+
+    bounds: Any  # int32 [2, #b, #h, i]: the first key of a query, and the one after the last
+    bounds_part: Any
+    bounds_b: Any
+    bounds_h: Any
+    seen: View | None  # bytes
+    shows: Any  # whether 1 shows a key
+    query_ids: Any  # int64 [#b, i]
+    query_ids_b: Any
+    key_ids: Any  # int64 [#b, j]
+    key_ids_b: Any
+
+
 class Scene(NamedTuple):
     """What scores are made of. None is what a problem doesn't have, and costs nothing then."""
 
@@ -34,16 +49,7 @@ class Scene(NamedTuple):
     shared: Any  # query heads of a key head
     scale: Any
     softcap: Any
-    bounds: Any  # int32 [2, #b, #h, i]: the first key that a query may see, and the one after the last
-    bounds_part: Any
-    bounds_b: Any
-    bounds_h: Any
-    seen: View | None  # bytes
-    shows: Any  # whether 1 shows a key
-    query_ids: Any  # int64 [#b, i]
-    query_ids_b: Any
-    key_ids: Any  # int64 [#b, j]
-    key_ids_b: Any
+    rule: Rule  # which keys are seen
     bias: View | None  # float32
     slopes: Any  # float32 [h]
     positions: Any  # int64 [#b, i]
@@ -91,16 +97,23 @@ def rows_of_head(scene, b, head, chosen, count, block, M: tl.constexpr):
 
 @triton.jit
 def rows_at(scene, b, head, n, ok):
-    at = scene.bounds + b * scene.bounds_b + head * scene.bounds_h + n
-    lo = tl.load(at, mask=ok, other=0)
-    hi = tl.load(at + scene.bounds_part, mask=ok, other=0)
     p = n.to(tl.int64)
     if scene.positions is not None:
         p = tl.load(scene.positions + b * scene.positions_b + n, mask=ok, other=0)
-    identity = p
-    if scene.query_ids is not None:
-        identity = tl.load(scene.query_ids + b * scene.query_ids_b + n, mask=ok, other=0)
+    lo, hi, identity = of_rule(scene.rule, b, head, n, ok)
     return Rows(b, head, n, ok, lo, hi, p, identity)
+
+
+@triton.jit
+def of_rule(rule, b, head, n, ok):
+    """A rule's interval and id of each row."""
+    at = rule.bounds + b * rule.bounds_b + head * rule.bounds_h + n
+    lo = tl.load(at, mask=ok, other=0)
+    hi = tl.load(at + rule.bounds_part, mask=ok, other=0)
+    identity = n.to(tl.int64)
+    if rule.query_ids is not None:
+        identity = tl.load(rule.query_ids + b * rule.query_ids_b + n, mask=ok, other=0)
+    return lo, hi, identity
 
 
 @triton.jit
@@ -166,14 +179,20 @@ def scores(scene, rows, q, k, n, UNIT: tl.constexpr, MASKED: tl.constexpr, PRECI
         bias = load_pairs(scene, scene.bias, rows, n)
         s = tl.where(bias == float("-inf"), float("-inf"), s + bias.to(tl.float32) * UNIT)
     if MASKED:
-        inside = (n[None, :] >= rows.lo[:, None]) & (n[None, :] < rows.hi[:, None])
-        if scene.seen is not None:
-            inside = inside & ((load_pairs(scene, scene.seen, rows, n) != 0) == (scene.shows != 0))
-        if scene.key_ids is not None:
-            ids = tl.load(scene.key_ids + rows.b * scene.key_ids_b + n, mask=n < scene.j, other=0)
-            inside = inside & (rows.id[:, None] == ids[None, :])
-        s = tl.where(inside, s, float("-inf"))
+        s = tl.where(allowed(scene, scene.rule, rows, rows.lo, rows.hi, rows.id, n), s, float("-inf"))
     return s, chain
+
+
+@triton.jit
+def allowed(scene, rule, rows, lo, hi, identity, n):
+    """The pairs that a rule allows, of whose rows the interval and the id are known."""
+    inside = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+    if rule.seen is not None:
+        inside = inside & ((load_pairs(scene, rule.seen, rows, n) != 0) == (rule.shows != 0))
+    if rule.key_ids is not None:
+        ids = tl.load(rule.key_ids + rows.b * rule.key_ids_b + n, mask=n < scene.j, other=0)
+        inside = inside & (identity[:, None] == ids[None, :])
+    return inside
 
 
 @triton.jit

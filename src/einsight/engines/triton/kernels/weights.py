@@ -12,10 +12,10 @@ import triton.language as tl
 
 from einsight.engines.triton.kernels.scene import (
     LOG2E,
-    View,
+    allowed,
     load,
     load_key_tile,
-    load_pairs,
+    of_rule,
     reach,
     rows_at,
     rows_of_head,
@@ -33,30 +33,21 @@ class Saved(NamedTuple):
     count: Any
 
 
-class Rule(NamedTuple):
-    """Keys to be counted, as in `Scene`: int32 [2, #b, #h, i], bytes, ids. None counts all."""
-
-    bounds: Any
-    bounds_part: Any
-    bounds_b: Any
-    bounds_h: Any
-    seen: View | None
-    shows: Any
-    query_ids: Any
-    query_ids_b: Any
-    key_ids: Any
-    key_ids_b: Any
-
-
 @triton.jit
 def query_tile(scene, saved, b, head, block, M: tl.constexpr, D: tl.constexpr):
     """The rows of a block, their queries, and what the forward saved of them."""
     rows = rows_of_head(scene, b, head, saved.chosen, saved.count, block, M)
-    q = load(scene.query, b, rows.head, rows.n, rows.ok, 0, scene.d, D)
-    at = (b * scene.h + head) * scene.i + rows.n
+    q, reference, inverse = of_rows(scene, saved, rows, D)
+    return rows, q, reference, inverse
+
+
+@triton.jit
+def of_rows(scene, saved, rows, D: tl.constexpr):
+    q = load(scene.query, rows.b, rows.head, rows.n, rows.ok, 0, scene.d, D)
+    at = (rows.b * scene.h + rows.head) * scene.i + rows.n
     reference = tl.load(saved.at + at, mask=rows.ok, other=0.0)
     inverse = tl.load(saved.at + saved.part + at, mask=rows.ok, other=0.0)
-    return rows, q, reference, inverse
+    return q, reference, inverse
 
 
 @triton.jit
@@ -112,22 +103,6 @@ def receive(
 
 
 @triton.jit
-def counted(rule, scene, rows, n):
-    """Which pairs a rule counts."""
-    at = rule.bounds + rows.b * rule.bounds_b + rows.head * rule.bounds_h + rows.n
-    lo = tl.load(at, mask=rows.ok, other=0)
-    hi = tl.load(at + rule.bounds_part, mask=rows.ok, other=0)
-    inside = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
-    if rule.seen is not None:
-        inside = inside & ((load_pairs(scene, rule.seen, rows, n) != 0) == (rule.shows != 0))
-    if rule.key_ids is not None:
-        of_queries = tl.load(rule.query_ids + rows.b * rule.query_ids_b + rows.n, mask=rows.ok, other=0)
-        of_keys = tl.load(rule.key_ids + rows.b * rule.key_ids_b + n, mask=n < scene.j, other=0)
-        inside = inside & (of_queries[:, None] == of_keys[None, :])
-    return inside
-
-
-@triton.jit
 def share(
     scene, saved, rule, to, blocks,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
@@ -139,12 +114,13 @@ def share(
     b = (program // blocks // scene.h).to(tl.int64)
     rows, q, reference, inverse = query_tile(scene, saved, b, head, block, M, D)
     total = tl.zeros([M], tl.float32)
+    lo, hi, identity = of_rule(rule, b, rows.head, rows.n, rows.ok)
     start, stop, _left, _right = reach(rows, False, N)
     for place in range(start, stop, N):
         n, k = load_key_tile(scene, b, head // scene.shared, place, True, D, N)
         s, _ = scores(scene, rows, q, k, n, LOG2E, True, PRECISION)
-        weight = weights(s, reference, inverse)
-        total += tl.sum(tl.where(counted(rule, scene, rows, n), weight, 0.0), 1)
+        counted = allowed(scene, rule, rows, lo, hi, identity, n)
+        total += tl.sum(tl.where(counted, weights(s, reference, inverse), 0.0), 1)
     row = block * M + tl.arange(0, M)
     tl.store(to + (b * scene.h + head) * saved.count + row, total, mask=rows.ok)
 
@@ -198,10 +174,7 @@ def pool(
         row = line * size + below + tl.arange(0, M)
         ok = (row < scene.i) & (row < (line + 1) * size)
         rows = rows_at(scene, b, head + tl.zeros_like(row), row, ok)
-        q = load(scene.query, b, rows.head, rows.n, rows.ok, 0, scene.d, D)
-        at = (b * scene.h + head) * scene.i + rows.n
-        reference = tl.load(saved.at + at, mask=ok, other=0.0)
-        inverse = tl.load(saved.at + saved.part + at, mask=ok, other=0.0)
+        q, reference, inverse = of_rows(scene, saved, rows, D)
         start, stop, _left, _right = reach(rows, False, 1)
         for place in range(tl.maximum(column * size, start // N * N), tl.minimum((column + 1) * size, stop), N):
             n, k = load_key_tile(scene, b, head // scene.shared, place, True, D, N)
