@@ -77,14 +77,15 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
-    _refuse_arguments(
-        "attention",
-        unknown,
-        attn_mask="mask=einsight.allow(attn_mask), or bias=attn_mask if it is a float mask",
-        is_causal="mask=einsight.causal() (with offset=0 if there are fewer queries than keys)",
-        dropout_p="dropout=",
-        enable_gqa="nothing: heads are grouped as the shapes say",
-    )
+    if unknown:
+        _refuse_arguments(
+            "attention",
+            unknown,
+            attn_mask="mask=einsight.allow(attn_mask), or bias=attn_mask if it is a float mask",
+            is_causal="mask=einsight.causal() (with offset=0 if there are fewer queries than keys)",
+            dropout_p="dropout=",
+            enable_gqa="nothing: heads are grouped as the shapes say",
+        )
     settings: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,

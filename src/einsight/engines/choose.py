@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from einsight.engines import native, reference, stream, torch_flash, torch_sdpa, triton
-from einsight.problem import Problem
+from einsight.problem import Problem, is_autocast
 
 ENGINES: dict[str, ModuleType] = {
     "native": native,
@@ -47,7 +47,7 @@ def run(problem: Problem, engine: str = "auto") -> tuple[Tensor | None, tuple[An
     """The output and the results of the readouts, by the chosen engine."""
     problem = problem.only_needed_rows()
     chosen = ENGINES[choose(problem, engine)[0]]
-    if not torch.is_autocast_enabled(problem.device.type):
+    if not is_autocast(problem.device.type):
         return chosen.run(problem)
     # The operands were cast as autocast wants; what is computed inside must stay as we say.
     with torch.autocast(problem.device.type, enabled=False):

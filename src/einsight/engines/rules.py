@@ -23,10 +23,10 @@ _AT_ONCE = 1 << 20  # elements evaluated together
 
 class Rule(NamedTuple):
     """Which keys a query may see: those that lie in [lo, hi), that `seen` shows, and whose id is the query's. A bound
-    may lie beyond the keys; None is no bound."""
+    may lie beyond the keys; None is no bound. A number is how far ahead of each query's row the bound lies."""
 
-    lo: Int[Tensor, "#b #h #i"] | None = None
-    hi: Int[Tensor, "#b #h #i"] | None = None
+    lo: Int[Tensor, "#b #h #i"] | int | None = None
+    hi: Int[Tensor, "#b #h #i"] | int | None = None
     seen: Bool[Tensor, "#b #h #i #j"] | UInt8[Tensor, "#b #h #i #j"] | None = None
     shows: bool = True
     query_ids: Int[Tensor, "#b i"] | None = None

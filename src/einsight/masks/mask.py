@@ -36,6 +36,11 @@ class Mask:
         """Whether each query of a block may see each of its keys."""
         raise NotImplementedError
 
+    def ahead(self) -> tuple[int | None, int | None] | None:
+        """The bounds as numbers of keys ahead of the query's position, None for no bound, if every query has the same
+        and they are exact."""
+        return None
+
     # A third way, for engines that compare in place: what a rule is made of.
 
     def factors(self) -> tuple[Mask, ...]:
@@ -147,7 +152,7 @@ def check_offset(offset: object, sizes: Sizes, needed_by: str | None) -> int | I
     if offset is None:
         if needed_by is not None and sizes.i != sizes.j:
             raise ValueError(offset_needed(needed_by, sizes))
-        offset = 0
+        return 0
     if isinstance(offset, Tensor):
         if offset.dtype.is_floating_point or offset.dtype in (torch.bool, torch.complex64, torch.complex128):
             raise TypeError(f"offset must be an int or an int tensor [b], not a tensor of {offset.dtype}")

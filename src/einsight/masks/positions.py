@@ -19,9 +19,11 @@ class _Window(Mask):
         self.left, self.right = left, right
 
     def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
-        lo = 0 if self.left is None else at.p - self.left
-        hi = at.sizes.j if self.right is None else at.p + (self.right + 1)
-        return lo, hi, True
+        lo, hi = self.ahead()
+        return 0 if lo is None else at.p + lo, at.sizes.j if hi is None else at.p + hi, True
+
+    def ahead(self) -> tuple[int | None, int | None]:
+        return None if self.left is None else -self.left, None if self.right is None else self.right + 1
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=at.device)

@@ -57,6 +57,10 @@ def _lowered(problem: Problem) -> Rule | str:
     mask = problem.mask
     if mask is None:
         return Rule()
+    first, ahead = problem.first, mask.ahead()
+    if first is not None and ahead is not None:  # no tensors, which take longer than a small problem
+        lo, hi = ahead
+        return Rule(None if lo is None else first + lo, None if hi is None else first + hi)
     at = problem.whole
     if any(factor.given(at) is not None for factor in mask.factors()):
         return lower(mask, at)  # the kernel finds the ends of a tensor's rows faster than `bounds`
@@ -69,7 +73,8 @@ def _bias(problem: Problem) -> tuple[Tensor | None, Tensor | None] | str:
     if "native bias" not in problem.memory:
         none = None, None
         lowered = none if problem.bias is None else lower_bias(problem.bias, problem.whole, problem.dtype)
-        problem.memory["native bias"] = derivatives.learned(problem, lowered) if problem.needs_grad else lowered
+        learns = problem.bias is not None and problem.needs_grad
+        problem.memory["native bias"] = derivatives.learned(problem, lowered) if learns else lowered
     return problem.memory["native bias"]
 
 
@@ -111,8 +116,8 @@ def holds(problem: Problem) -> int:
 
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
-    kinds = [type(readout) for readout in problem.readouts]
-    asked = Asked(*(kind in kinds for kind in _OF_SCORES))
+    kinds = {type(readout) for readout in problem.readouts}
+    asked = Asked(LogSumExp in kinds, MaxScore in kinds, Entropy in kinds, Scores in kinds)
     settings = _settings(problem)
     value = None if problem.value is None else problem.value.resolve_neg()  # memory holds it with the other sign
     operands = _in_pairs(problem.query.resolve_neg()), _in_pairs(problem.key.resolve_neg()), value
@@ -151,8 +156,7 @@ def _settings(problem: Problem) -> Settings:
     if isinstance(rule, str) or isinstance(biases, str):
         raise ValueError(f"the native engine can't compute this: {refuses(problem)}")
     slopes, bias = biases
-    kinds = [type(readout) for readout in problem.readouts]
-    places = slopes is not None or Diagonal in kinds or Distance in kinds
+    places = slopes is not None or any(isinstance(readout, Diagonal | Distance) for readout in problem.readouts)
     sink = None if problem.sink is None else along(problem.sink.detach(), 0, problem.heads)
     return Settings(
         problem.scale,

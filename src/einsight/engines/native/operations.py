@@ -127,11 +127,15 @@ def backward(
 def _flat(settings: Settings) -> tuple[list[int], list[Tensor | None]]:
     """The mask and the readouts as an operation takes them: numbers, and tensors that may be absent."""
     whole = [settings.rule, *(ask.rule for ask in settings.asks)]
-    numbers = [int(rule is not None and rule.shows) for rule in whole]
+    numbers: list[int] = []
     tensors: list[Tensor | None] = []
-    for rule_of in whole:
-        lo, hi, seen, _, query_ids, key_ids = rule_of or (None,) * 6
-        tensors += [lo, hi, seen, query_ids, key_ids]  # type: ignore[list-item]
+    for rule in whole:
+        lo, hi, seen, shows, query_ids, key_ids = rule or Rule()
+        for bound in (lo, hi):
+            numbers += [isinstance(bound, int), bound if isinstance(bound, int) else 0]
+        numbers.append(shows)
+        tensors += [bound if isinstance(bound, Tensor) else None for bound in (lo, hi)]
+        tensors += [seen, query_ids, key_ids]
     for ask in settings.asks:
         numbers += [int(ask.kind), ask.rows, ask.number]
         tensors += [ask.slot, ask.member]
@@ -140,13 +144,13 @@ def _flat(settings: Settings) -> tuple[list[int], list[Tensor | None]]:
 
 def _settings(*flat: Any) -> Settings:
     scale, softcap, sink, slopes, bias, positions, numbers, tensors = flat
-    n = (len(numbers) - 1) // 4  # a number for each rule, the mask's first, and three for each readout
-    parts = [tensors[5 * k : 5 * k + 5] for k in range(n + 1)]
-    rules = [
-        Rule(lo, hi, seen, bool(shows), query_ids, key_ids)  # type: ignore[arg-type]
-        for (lo, hi, seen, query_ids, key_ids), shows in zip(parts, numbers, strict=False)
-    ]
-    numbers, tensors = numbers[n + 1 :], tensors[5 * (n + 1) :]
+    n = len(numbers) // 8  # five for each rule, the mask's first, and three for each readout
+    rules = []
+    for k in range(n + 1):
+        is_lo, lo, is_hi, hi, shows = numbers[5 * k : 5 * k + 5]
+        first, last, seen, query_ids, key_ids = tensors[5 * k : 5 * k + 5]
+        rules.append(Rule(lo if is_lo else first, hi if is_hi else last, seen, bool(shows), query_ids, key_ids))
+    numbers, tensors = numbers[5 * (n + 1) :], tensors[5 * (n + 1) :]
     asks = []
     for k in range(n):
         kind, rows, number = numbers[3 * k : 3 * k + 3]
@@ -174,12 +178,17 @@ def _results(
     b, h, i, d = query.shape
     g, j = key.shape[1:3]
 
-    def make(asked: bool, *shape: int) -> Tensor | None:
-        return torch.empty(shape, dtype=accuracy(query.dtype), device=query.device) if asked else None
+    def make(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=accuracy(query.dtype), device=query.device)
 
-    rows = (make(flag, b, h, i) for flag in (asked.lse, asked.max_score, asked.entropy))
-    output = None if value is None else query.new_empty(b, h, i, value.shape[3])
-    own = [output, *rows, make(asked.scores, b, h, i, j), make(asked.lse_rest, b, h, i)]
+    own = [
+        None if value is None else query.new_empty(b, h, i, value.shape[3]),
+        make(b, h, i) if asked.lse else None,
+        make(b, h, i) if asked.max_score else None,
+        make(b, h, i) if asked.entropy else None,
+        make(b, h, i, j) if asked.scores else None,
+        make(b, h, i) if asked.lse_rest else None,
+    ]
     return own, [blank(ask, Sizes(b, h, g, i, j, d, 0), accuracy(query.dtype)) for ask in asks]
 
 

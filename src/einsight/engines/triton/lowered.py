@@ -63,9 +63,14 @@ def _lowered(problem: Problem) -> Lowered | str:
 
 def ends(rule: Rule, i: int, j: int) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor, "#b #h i"]]:
     """The interval of keys of each query, within the keys."""
-    lo = torch.zeros(1, 1, 1, dtype=torch.int64) if rule.lo is None else rule.lo.clamp(0, j)
-    hi = torch.full((1, 1, 1), j) if rule.hi is None else rule.hi.clamp(0, j)
-    return lo.expand(*lo.shape[:2], i), hi.expand(*hi.shape[:2], i)
+    return _end(rule.lo, 0, i, j), _end(rule.hi, j, i, j)
+
+
+def _end(bound: Tensor | int | None, if_none: int, i: int, j: int) -> Int[Tensor, "#b #h i"]:
+    if isinstance(bound, int):
+        bound = torch.arange(bound, bound + i)[None, None]
+    bound = torch.full((1, 1, 1), if_none) if bound is None else bound.clamp(0, j)
+    return bound.expand(*bound.shape[:2], i)
 
 
 def lines(rule: Rule, i: int, j: int, device: torch.device) -> Lines:

@@ -89,10 +89,17 @@ template <class T> static const T *vector(nb::handle tensor) {
   return tensor.is_none() ? nullptr : static_cast<const T *>(borrow(tensor).address());
 }
 
+// A bound of a rule: a tensor, or how far ahead of each query's row it lies; None is none, which `far` is.
+static const int64_t *bound(nb::handle given, int64_t (&stride)[3], int64_t &ahead, int64_t far) {
+  ahead = PyLong_Check(given.ptr()) ? nb::cast<int64_t>(given) : far;
+  return PyLong_Check(given.ptr()) ? nullptr : static_cast<const int64_t *>(input(given, stride));
+}
+
 // Fills in the parts of a rule: (lo, hi, seen, shows, query_ids, key_ids); all but `shows` may be None.
 static void read_rule(nb::sequence given, int64_t keys, Rule &rule) {
-  rule.lo = static_cast<const int64_t *>(input(given[0], rule.lo_stride));
-  rule.hi = static_cast<const int64_t *>(input(given[1], rule.hi_stride));
+  constexpr int64_t far = int64_t(1) << 60;  // no sum with a row overflows
+  rule.lo = bound(given[0], rule.lo_stride, rule.lo_ahead, -far);
+  rule.hi = bound(given[1], rule.hi_stride, rule.hi_ahead, far);
   rule.seen = static_cast<const uint8_t *>(input(given[2], rule.seen_stride));
   rule.shows = nb::cast<bool>(given[3]);
   rule.query_ids = static_cast<const int64_t *>(input(given[4], rule.query_ids_stride));

@@ -14,8 +14,8 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Which keys a query may see: those that everything given here allows.
 struct Rule {
-  const int64_t *lo, *hi;           // lo <= j < hi; null, or beyond: 0 and `end`
-  int64_t lo_stride[3], hi_stride[3], end;
+  const int64_t *lo, *hi;           // lo <= j < hi; null: as far ahead of the query's row; beyond: 0 and `end`
+  int64_t lo_stride[3], hi_stride[3], lo_ahead, hi_ahead, end;
   const uint8_t *seen;              // bytes that broadcast to [b, h, i, j], or null
   int64_t seen_stride[4];
   bool shows;                       // whether a byte that is not 0 shows the key or hides it
@@ -24,10 +24,10 @@ struct Rule {
 
   bool is_interval() const { return !seen && !key_ids; }
   int64_t first(int64_t batch, int64_t head, int64_t query) const {
-    return lo ? most(lo[batch * lo_stride[0] + head * lo_stride[1] + query * lo_stride[2]], 0) : 0;
+    return most(lo ? lo[batch * lo_stride[0] + head * lo_stride[1] + query * lo_stride[2]] : query + lo_ahead, 0);
   }
   int64_t last(int64_t batch, int64_t head, int64_t query) const {  // and one
-    return hi ? least(hi[batch * hi_stride[0] + head * hi_stride[1] + query * hi_stride[2]], end) : end;
+    return least(hi ? hi[batch * hi_stride[0] + head * hi_stride[1] + query * hi_stride[2]] : query + hi_ahead, end);
   }
 };
 
@@ -78,6 +78,7 @@ struct Request : Rule {
   // Steps in one chain of a score's product. A long chain of additions loses bits; where the products cost nothing
   // (decoding), chains are kept short.
   int64_t slab() const;
+  int64_t value_chain() const;                                  // and of its product with values
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
   bool keeps_weights() const { return ask_count > 0; }
@@ -119,6 +120,7 @@ constexpr int kTile = 256;   // keys between two updates of the running maximum
 constexpr int kMaxWidth = 16;
 
 inline int64_t Request::slab() const { return rows() <= kGroup ? 16 : 64; }
+inline int64_t Request::value_chain() const { return rows() <= kBlock ? 64 : kTile; }
 inline int64_t Request::tile_steps() const { return pairs ? kTile / 2 : kTile; }
 
 // The packed keys and values of one key head. With `state`, tiles are packed by whichever thread
