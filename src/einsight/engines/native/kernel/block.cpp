@@ -7,12 +7,21 @@ namespace einsight {
 inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
-static void begin(const Request &a, const Task &task, const Sight &s, Workspace &work, Rows &rows) {
+// The block's queries where they are, if they lie as a copy of them would.
+static const Real *queries_in_place(const Request &a, const Task &task) {
+  bool alike = a.dtype == kOwn && !a.pairs && a.heads_per_key() == 1 && a.query_factor() == 1.f;
+  bool dense = a.query_stride[3] == 1 && a.query_stride[2] == round_up(a.d, kMaxWidth);
+  if (!alike || !dense) return nullptr;
+  return (const Real *)queries_of(a, task.batch, task.group).data + task.row_begin * a.query_stride[2];
+}
+
+static void begin(const Request &a, const Task &task, const Sight &s, bool copies, Workspace &work, Rows &rows) {
   int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
   rows.count = task.row_end - task.row_begin;
   for (int64_t r = 0; r < rows.count; r++) {
     Real *query = work.query + r * query_stride;
-    if (a.pairs) pack_row_of_pairs(in_pairs(queries_of(a, task.batch, s.head[r])), s.query[r], a.query_factor() < 0, query);
+    if (!copies) ;
+    else if (a.pairs) pack_row_of_pairs(in_pairs(queries_of(a, task.batch, s.head[r])), s.query[r], a.query_factor() < 0, query);
     else pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), query);
     rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
     rows.largest[r] = -kInfinity;
@@ -30,7 +39,7 @@ static void begin(const Request &a, const Task &task, const Sight &s, Workspace 
 // Scores of a tile, panel by panel, so that a panel stays in L1 while all rows use it. Marks in live[group] the panels
 // of which some row of the group sees a key; the others are not multiplied.
 static void score_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
-                       const Source &keys, int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
+                       const Real *queries, const Source &keys, int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
   int64_t query_stride = round_up(a.d, kMaxWidth);
   Real ignored[kGroup * kMaxWidth] = {};
   fill(work.tile_max, 0, rows.count * kMaxWidth, -kInfinity);
@@ -48,7 +57,7 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
         continue;
       }
       live[group] |= 1u << (key - tile_begin) / kPanel;
-      const Real *query = work.query + first * query_stride;
+      const Real *query = queries + first * query_stride;
       if (tile.keys)
         (a.pairs ? kScorePairs : kScorePanel)[count - 1](query, query_stride, tile.keys + (key - tile_begin) * a.depth(),
                                                          a.depth(), a.slab(), to, stride, plain ? top : ignored);
@@ -88,6 +97,8 @@ static void value_tile(const Request &a, const Sight &s, const Rows &rows, const
                        const Real *correction) {
   ValuePanels panels(a.e);
   int64_t count = least(kGroup, rows.count - first), group = first / kGroup, at_once = a.pairs ? 2 : 1;
+  int64_t chain = a.value_chain();
+  static constexpr Real one[kGroup] = {1, 1, 1, 1, 1, 1};
   bool copied = tile.unsafe && (a.is_dense() || a.pairs);
   for (int64_t n = 0; n < panels.count; n++) {
     int64_t begin = panels.begin(n) * W, columns = panels.begin(n + 1) - panels.begin(n), width = columns * W;
@@ -96,9 +107,14 @@ static void value_tile(const Request &a, const Sight &s, const Rows &rows, const
     auto add = [&](int64_t r, int64_t rows_at_once, const Real *values, int64_t step, int64_t lo, int64_t hi) {
       lo = most(lo - tile_begin, 0), hi = most(least(hi - tile_begin, kTile), lo);
       lo = lo / at_once, hi = (hi + at_once - 1) / at_once;
-      (a.pairs ? kAddPairs : kAddValues)[rows_at_once - 1][columns - 1](
-          weights + r * stride + lo, stride, values + lo * step, step, hi - lo,
-          rows.output + (first + r) * panels.padded() + begin, panels.padded(), correction + r);
+      const Real *factor = correction + r;
+      do {  // at least once, for the correction
+        int64_t end = least(hi, (lo & -chain) + chain);
+        (a.pairs ? kAddPairs : kAddValues)[rows_at_once - 1][columns - 1](
+            weights + r * stride + lo, stride, values + lo * step, step, end - lo,
+            rows.output + (first + r) * panels.padded() + begin, panels.padded(), factor);
+        lo = end, factor = one;
+      } while (lo < hi);
     };
     int64_t lo = most(live.begin, s.group_lo[group]), hi = least(live.end, s.group_hi[group]);
     if (!tile.unsafe) {
@@ -127,7 +143,8 @@ inline Span live_part(const Span &span, int64_t tile, uint32_t live) {
 
 static void attend(const Request &a, const Task &task, Packed &packed, Workspace &work, Rows &rows) {
   Sight s = look(a, task);
-  begin(a, task, s, work, rows);
+  const Real *in_place = queries_in_place(a, task), *queries = in_place ? in_place : work.query;
+  begin(a, task, s, !in_place, work, rows);
   Real exponent = a.unit() * kLog2e;
   Source keys = keys_of(a, task.batch, task.group);
   for (int64_t t = s.block_lo / kTile; t * kTile < s.block_hi; t++) {
@@ -135,18 +152,19 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
     int64_t stride = a.keeps_weights() ? rows.weights_stride : kTile + 16;
     Real *scores = a.keeps_weights() ? rows.weights + t * kTile - rows.origin : work.scores;
     uint32_t live[kBlock / kGroup];
-    score_tile(a, s, rows, work, tile, keys, t * kTile, scores, stride, live);
+    score_tile(a, s, rows, work, tile, queries, keys, t * kTile, scores, stride, live);
     for (int64_t first = 0; first < rows.count; first += kGroup) {
       Span span = written(s, first / kGroup, t);
       if (span.begin >= span.end) continue;
       Real correction[kGroup], base[kGroup];
       int64_t count = least(kGroup, rows.count - first);
+      Real tops[kGroup];
+#pragma GCC unroll 6
+      for (int64_t n = 0; n < kGroup; n++) tops[n] = max_of_row(work.tile_max + (first + n) * kMaxWidth);
       for (int64_t n = 0; n < count; n++) {
         int64_t r = first + n;
-        Real top = max_lanes(load(work.tile_max + r * kMaxWidth));
-        for (int64_t k = W; k < kMaxWidth; k += W) top = larger(max_lanes(load(work.tile_max + r * kMaxWidth + k)), top);
-        rows.largest[r] = larger(top, rows.largest[r]);
-        correction[n] = move_reference(a, rows, r, top, exponent);
+        rows.largest[r] = larger(tops[n], rows.largest[r]);
+        correction[n] = move_reference(a, rows, r, tops[n], exponent);
         base[n] = finite_reference(rows, r);
         if (a.keeps_weights()) rows.tile_reference[t * rows.rows_stride + r] = base[n];
       }
@@ -155,8 +173,8 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
         int64_t r = first + n;
         Real *row = scores + r * stride - t * kTile;
         if (a.scores) write_scores(a, s, r, t, ((task.batch * a.h + s.head[r]) * a.i + s.query[r]) * a.j, row);
-        fill(row, span.begin, seen.begin, 0.f);
-        fill(row, seen.end, span.end, 0.f);
+        if (span.begin < seen.begin) fill(row, span.begin, seen.begin, 0.f);  // a fill of nothing takes its time too
+        if (seen.end < span.end) fill(row, seen.end, span.end, 0.f);
         (a.entropy ? exponentials<true> : exponentials<false>)(row + seen.begin, seen.end - seen.begin,
                                                                base[n], exponent, rows.sum + r * kMaxWidth,
                                                                rows.moment + r * kMaxWidth);

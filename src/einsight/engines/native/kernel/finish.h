@@ -11,18 +11,18 @@ namespace einsight {
 inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
-inline void write_output(const Request &a, int64_t at, const Real *row, Real total) {
+inline void write_output(const Request &a, int64_t at, const Real *row, Real inverse) {
   if (a.dtype == kOwn) {
     Real *to = (Real *)a.output + at;
     int64_t k = 0;
-    for (; k + W <= a.e; k += W) store(to + k, load(row + k) / total);
-    for (; k < a.e; k++) to[k] = row[k] / total;
+    for (; k + W <= a.e; k += W) store(to + k, load(row + k) * inverse);
+    for (; k < a.e; k++) to[k] = row[k] * inverse;
   } else {
     uint16_t *to = (uint16_t *)a.output + at;
     if (a.dtype == Dtype::bfloat16)
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_bfloat16(row[k] / total);
+      for (int64_t k = 0; k < a.e; k++) to[k] = to_bfloat16(row[k] * inverse);
     else
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] / total);
+      for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] * inverse);
   }
 }
 
@@ -30,7 +30,10 @@ inline void write_output(const Request &a, int64_t at, const Real *row, Real tot
 struct Total { Real sum, inverse; double log; };
 
 inline Total total_of(const Request &a, const Rows &rows, Real sum, int64_t r, int64_t head) {
-  if (!a.sink) return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, kIsDouble ? log(sum) : logf(sum)};
+  if (!a.sink) {
+    double of = !a.lse && !a.entropy ? 0. : kIsDouble ? log(sum) : logf(sum);
+    return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, of};
+  }
   // The reference may be the sink itself, rounded; and beside a large sink the keys may weigh next to nothing.
   double above = a.sink[head] - (double)rows.reference[r] * a.unit(), sink = exp(above), total = sum + sink;
   if (total == 0. || rows.reference[r] == -kInfinity) return {0.f, 0.f, -kInfinity};
@@ -202,7 +205,7 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
     Real reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth));
     Total total = total_of(a, rows, sum, r, s.head[r]);
     inverse[r] = total.inverse;
-    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total.sum == 0.f ? 1.f : total.sum);
+    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total.sum == 0.f ? 1.f : total.inverse);
     if (a.lse) write_lse(a, row, total.sum == 0.f ? -kInfinity : (double)reference * a.unit() + total.log);
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();

@@ -67,10 +67,7 @@ void score_rows(const Real *query, int64_t query_stride, int64_t rows, const Sou
   constexpr int together = W < 8 ? W : 8;  // addresses enough for the registers
   for (int column = 0; column < kPanel; column += W) {
     const E *row[W];
-    for (int n = 0; n < W; n++) {
-      row[n] = (const E *)keys.data + least(key + column + n, keys.rows - 1) * keys.row;
-      for (int64_t k = 0; k < keys.width; k += 64 / (int64_t)sizeof(E)) __builtin_prefetch(row[n] + kAhead * keys.row + k);
-    }
+    for (int n = 0; n < W; n++) row[n] = (const E *)keys.data + least(key + column + n, keys.rows - 1) * keys.row;
     for (int64_t r = 0; r < rows; r++) {
       Vec c[W] = {};
 #pragma GCC unroll 2
@@ -78,9 +75,11 @@ void score_rows(const Real *query, int64_t query_stride, int64_t rows, const Sou
         for (int64_t k = 0; k < keys.width; k += W) {
           Vec x = load(query + r * query_stride + k);
 #pragma GCC unroll 8
-          for (int n = first; n < first + together; n++)
+          for (int n = first; n < first + together; n++) {
+            if (r == 0) __builtin_prefetch(row[n] + 2 * kAhead * keys.row + k);
             c[n] += x * (side_by_side ? load_as_float<dtype>(row[n] + k)
                                       : load_some<dtype>(row[n] + k * keys.stride, keys.stride, W));
+          }
         }
       Vec found = sums_of_lanes(c);
       store(scores + r * scores_stride + column, found);

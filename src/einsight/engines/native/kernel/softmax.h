@@ -17,12 +17,24 @@ template <bool shows> inline void hide(const uint8_t *seen, Real *scores, Real *
   store(tile_max, top);
 }
 
+inline void keep(const View &v, int64_t key, Real *scores, Real *tile_max) {
+  Vec top = load(tile_max);
+  for (int column = 0; column < kPanel; column += W) {
+    Int n = iota() + (int32_t)(key + column);
+    Vec x = select((n >= (int32_t)v.lo) & (n < (int32_t)v.hi), load(scores + column), all(-kInfinity));
+    store(scores + column, x);
+    top = larger(x, top);
+  }
+  store(tile_max, top);
+}
+
 // The steps between product and softmax, on 64 scores of one row: softcap, alibi, bias, mask. Needed only where a panel
 // is not fully visible or the problem asks for more than a scale, so it may read the scores back from memory.
 inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, Real *scores, Real *tile_max) {
   const View &v = s.view[r];
   if (!a.adjusted() && is_bytes(v, key, kPanel))
     return v.shows ? hide<true>(v.seen + key, scores, tile_max) : hide<false>(v.seen + key, scores, tile_max);
+  if (!a.adjusted() && a.is_interval()) return keep(v, key, scores, tile_max);
   Vec top = all(-kInfinity);
   for (int column = 0; column < kPanel; column += W) {
     Vec x = load(scores + column);
@@ -57,6 +69,13 @@ inline void exponentials(Real *scores, int64_t n, Real reference, Real unit, Rea
   }
   store(sum, load(sum) + ((total[0] + total[1]) + (total[2] + total[3])));
   if (with_moment) store(moment, load(moment) + ((first[0] + first[1]) + (first[2] + first[3])));
+}
+
+// The largest of a row's maxima by lanes.
+INLINE Real max_of_row(const Real *tile_max) {
+  Vec top = load(tile_max);
+  for (int64_t k = W; k < kMaxWidth; k += W) top = larger(load(tile_max + k), top);
+  return max_lanes(top);
 }
 
 // What exponents are relative to: a row that has seen nothing yet has no score to offer.
