@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+
+from einsight import models
 
 pytest.importorskip("transformers")
 
@@ -25,18 +30,20 @@ def fences(page: Path) -> list[re.Match[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smol: Any) -> None:
     """In order, in one namespace; a block of text that follows one of Python is what that prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    text, scope, printed = page.read_text(encoding="utf-8"), {"__name__": "__main__"}, ""
+    monkeypatch.setattr(models, "load", lambda: copy.deepcopy(smol))  # read once for all
+    module = ModuleType("page")  # compilers look names up in it
+    monkeypatch.setitem(sys.modules, "page", module)
+    text, printed = page.read_text(encoding="utf-8"), ""
     for fence in fences(page):
         not_run, language, code = fence.groups()
         if language == "python" and not not_run:
             shown = io.StringIO()
             line = text[: fence.start(3)].count("\n")
             with contextlib.redirect_stdout(shown):
-                exec(compile("\n" * line + code, str(page), "exec"), scope)
+                exec(compile("\n" * line + code, str(page), "exec"), vars(module))
             printed = shown.getvalue()
         elif language == "text" and printed:
             alike(printed, code)
