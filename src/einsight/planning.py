@@ -34,14 +34,14 @@ class Plan:
 
 
 def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts: Any = None, **settings: Any) -> Plan:
-    """Which engine would compute a call of `attention` with these arguments, why the others would not, and at what cost.
+    """Which engine would compute a call of `attention` with these arguments, why the others wouldn't, at what cost.
 
     Arguments:
-        query, key, value, mask, readouts: as for `attention`, [b, h, i, d], [b, g, j, d], [b, g, j, e]; `value=None` plans
-            for readouts alone. So are all other settings.
+        query, key, value, mask, readouts: as for `attention`, [b, h, i, d], [b, g, j, d], [b, g, j, e]; `value=None`
+            plans for readouts alone. So are all other settings.
 
     Returns:
-        A plan to print, with `engine`, `refusals` by engine, and `visits` of `pairs` of query and key; `holds` is bytes.
+        A plan to print: its `engine`, the others' `refusals`, `visits` of `pairs` of query and key, `holds` in bytes.
 
     Raises:
         TypeError, ValueError: as `attention`.

@@ -38,7 +38,8 @@ from einsight.readouts import (
 class AttentionWeights:
     """The attention weights W = softmax(scores) as an operator: products and readouts, without the matrix.
 
-    Weights are those before dropout; `W @ value` applies it. Results are differentiable, in float32 (float64 for float64).
+    Weights are those before dropout; `W @ value` applies it. Results are differentiable, readouts in float32
+    (float64 for float64).
 
     Arguments:
         query: [b, h, i, d].

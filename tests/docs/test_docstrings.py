@@ -1,4 +1,4 @@
-"""Every public name says what it is, what it takes and gives and raises, where its formula is from, and shows an example."""
+"""Every public name says what it is, takes, gives and raises, where its formula is from, and shows an example."""
 
 from __future__ import annotations
 
@@ -18,10 +18,25 @@ MODULES = ("einsight", "einsight.nn", "einsight.lens", "einsight.report", "einsi
 SHAPE = re.compile(r"\[[^\]]*\b[bhgijmn]\b[^\]]*\]")
 SOURCE = re.compile(r"\((?:[^()]*; )?[A-Z][^()]*\d{4}[^()]*\)|arXiv:\d{4}\.\d{5}|Flash-decoding|GPT-|T5")
 # What has a formula that somebody published.
-FORMULAS = (
-    "attention merge alibi relative MaxScore Received MultiHeadAttention RotaryEmbedding Llama3Scaling SinusoidalPositions "
-    "FeedForward TransformerBlock LearnedPositions Edit Monitor qk_clip pairs"
-).split()
+FORMULAS = {
+    "attention",
+    "merge",
+    "alibi",
+    "relative",
+    "MaxScore",
+    "Received",
+    "MultiHeadAttention",
+    "RotaryEmbedding",
+    "Llama3Scaling",
+    "SinusoidalPositions",
+    "FeedForward",
+    "TransformerBlock",
+    "LearnedPositions",
+    "Edit",
+    "Monitor",
+    "qk_clip",
+    "pairs",
+}
 
 
 def public() -> Iterator[Any]:

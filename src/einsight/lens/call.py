@@ -20,10 +20,10 @@ ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; lea
 class Call:
     """A call of attention: its tensors as [b, h, i, d] and [b, g, j, d], and the settings that shape its weights.
 
-    `query`, `key` and `value` (None unless the lens keeps values) are detached where a lens gives them. `rule` is what the
-    model's mask was recognised as, `offset` where query 0 stands among the keys, `dropout` the probability that the model
-    applied. `index` counts the model's self-attention layers (for cross-attention, those), `name` is the module's name,
-    `results` what the lens' readouts gave.
+    `query`, `key` and `value` (None unless the lens keeps values) are detached where a lens gives them. `rule` is what
+    the model's mask was recognised as, `offset` where query 0 stands among the keys, `dropout` the probability that the
+    model applied. `index` counts the model's self-attention layers (for cross-attention, those), `name` is the module's
+    name, `results` what the lens' readouts gave.
 
     >>> import torch
     >>> from einsight.lens import Lens

@@ -77,8 +77,8 @@ class Monitor:
         TypeError, ValueError: an argument isn't of these.
         LookupError: numbers are asked for before a step was seen.
 
-    The largest score is what QK-clip watches (Kimi Team 2025, arXiv:2507.20534), the entropy what collapses (Zhai et al.
-    2023, arXiv:2303.06296).
+    The largest score is what QK-clip watches (Kimi Team 2025, arXiv:2507.20534), the entropy what collapses (Zhai et
+    al. 2023, arXiv:2303.06296).
 
     >>> import torch
     >>> from einsight.lens import Monitor
