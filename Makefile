@@ -3,12 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
-.PHONY: demo test lint model browser sanitize
+.PHONY: demo test check lint docs model browser sanitize
 demo: .venv/installed
 	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
 test: .venv/installed model browser
 	$(BIN)/python -m pytest
+
+# What a change has to pass beside the tests: style, types, and the documentation, of which every block of code is run.
+check: lint docs model
+	$(BIN)/python -m pytest tests/docs
+
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: .venv/installed
 	$(BIN)/ruff check
@@ -40,5 +47,5 @@ FORCE:
 .venv/installed: pyproject.toml constraints.txt .venv/modules $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[look,test,lint]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[look,test,lint,docs]"
 	touch $@

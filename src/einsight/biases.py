@@ -12,7 +12,17 @@ from einsight.coordinates import At, Sizes, along, broadcasts, to_four
 
 
 class Bias:
-    """What is added to the scores; −∞ means masked. Biases add up with `+`."""
+    """What is added to the scores; −∞ means masked. Biases add up with `+`.
+
+    One's own is a subclass with `block`, which gives a block's part of [b, h, i, j].
+
+    >>> import einsight as es, torch
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> bias = es.alibi(torch.tensor([0.5])) + torch.tensor([[0.0, 3.0]])
+    >>> es.attention(q, q, q, bias=bias, readouts=es.Scores())[1][0, 0]
+    tensor([[ 0.0000,  2.5000],
+            [-0.5000,  3.0000]])
+    """
 
     positional = False
     tensors: tuple[Tensor, ...] = ()  # what gradients may flow into
@@ -103,6 +113,9 @@ class Alibi(Bias):
 def alibi(slopes: Float[Tensor, " h"]) -> Bias:
     """Linear distance penalties, -slopes[h] · |p - j| (ALiBi; Press et al. 2022, arXiv:2108.12409).
 
+    Raises:
+        TypeError: what isn't a float tensor [h].
+
     >>> import einsight as es, torch
     >>> q = torch.zeros(1, 2, 3, 4)
     >>> es.attention(q, q, q, bias=es.alibi(torch.tensor([0.5, 0.25])), readouts=es.Scores())[1][0, 0]
@@ -155,7 +168,10 @@ def relative(table: Float[Tensor, "n h"], *, bidirectional: bool = True, max_dis
     """T5's learned bias by distance: a table of n buckets, exact near by and logarithmic up to `max_distance`.
 
     `bidirectional` splits the buckets between keys behind and keys ahead (encoders); without it keys ahead
-    share the bucket of distance 0 (decoders). (Raffel et al. 2020, arXiv:1910.10683.)
+    share the bucket of distance 0 (decoders). (Raffel et al. 2020, arXiv:1910.10683.) The table is [n, h].
+
+    Raises:
+        TypeError, ValueError: what isn't a float table [n, h]; too few buckets, or a `max_distance` that is too small.
 
     >>> import einsight as es, torch
     >>> q, table = torch.zeros(1, 2, 3, 4), torch.arange(16.).view(8, 2)

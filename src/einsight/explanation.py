@@ -43,7 +43,11 @@ class Explanation:
 def explain(query: Any, key: Any, value: Any, mask: Any = None, **settings: Any) -> Explanation:
     """Attention in five steps: scores, scaled, masked, weights, output, each with its formula, shape and numbers.
 
-    Takes `attention`'s arguments; meant for small tensors (matrices beyond 12 × 12 are given by shape alone).
+    Takes `attention`'s arguments but `readouts` and `engine`: query [b, h, i, d], key [b, g, j, d], value [b, g, j, e],
+    `mask`, and the settings. Meant for small tensors: matrices beyond 12 × 12 are given by shape alone.
+
+    Raises:
+        TypeError, ValueError: as `attention`; and for dropout, which isn't certain.
 
     >>> import einsight as es, torch
     >>> q = k = v = torch.eye(2)[None, None]

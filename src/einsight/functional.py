@@ -115,9 +115,19 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "b h i e"], Float[Tensor, "b h i j"]]:
     """The textbook function: the output and the dense weights, True in the mask is masked out.
 
-    `mask` is boolean and broadcasts to [b, h, i, j], or is one of our masks. Differentiable through both
-    results; the weights are float32 (float64 for float64). It has PyTorch's name but the textbook's meaning
-    of the mask, so it refuses PyTorch's other arguments.
+    Arguments:
+        query: [b, h, i, d].
+        key: [b, g, j, d]; query head n reads key head n // (h / g).
+        value: [b, g, j, e].
+        mask: boolean, broadcasts to [b, h, i, j], True = may not be seen; or one of our masks. None hides nothing.
+
+    Returns:
+        The output [b, h, i, e] in the query's dtype and the weights [b, h, i, j] in float32 (float64 for float64);
+        differentiable through both. (Vaswani et al. 2017, arXiv:1706.03762.)
+
+    Raises:
+        TypeError, ValueError: PyTorch's other arguments, since its mask means the opposite, each with the call to
+            write; a mask that isn't boolean; shapes that don't fit.
 
     >>> import einsight as es, torch
     >>> q, k, v = torch.zeros(3, 1, 1, 3, 2)
@@ -186,6 +196,9 @@ def merge(
     `outputs` [b, h, i, e] and `lses` [b, h, i] (`LogSumExp()`) are of the same queries; a sink must be in one
     of the parts only. A part in which a query sees nothing (lse −∞) doesn't touch it. Differentiable; the
     output has the parts' dtype. (Flash-decoding; Dao et al. 2023.)
+
+    Raises:
+        TypeError, ValueError: no parts, or parts of different shapes or dtypes.
 
     >>> import einsight as es, torch
     >>> q, k, v = torch.randn(3, 1, 2, 6, 4)

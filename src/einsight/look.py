@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,7 +140,7 @@ def fitted(ids: torch.Tensor, limit: int | None, truncate: bool) -> torch.Tensor
     return ids
 
 
-def striking(heads: Heads, kind: str, lens: Lens, ids: torch.Tensor) -> list[tuple[int, int, float, list]]:
+def striking(heads: Heads, kind: str, lens: Lens, ids: torch.Tensor) -> list[tuple[int, int, float, list[Any]]]:
     """The three strongest heads of a kind: layer, head, value, and the pairs of tokens they connect most."""
     told = [row for row in heads.sort(kind) if row[kind] == row[kind]]
     if kind == "distance":
@@ -192,7 +192,7 @@ def show(console: Console, net: Any, heads: Heads, by: str, found: dict[str, Any
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Progress]:
+def progress() -> Generator[Progress, None, None]:
     """A line on standard error that says what is going on, gone at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     console = Console(stderr=True)

@@ -34,8 +34,17 @@ class Plan:
 
 
 def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts: Any = None, **settings: Any) -> Plan:
-    """Which engine would compute a call of `attention` with these arguments, why the others would not, and at
-    what cost; `value=None` plans for readouts alone.
+    """Which engine would compute a call of `attention` with these arguments, why the others wouldn't, at what cost.
+
+    Arguments:
+        query, key, value, mask, readouts: as for `attention`, [b, h, i, d], [b, g, j, d], [b, g, j, e]; `value=None`
+            plans for readouts alone. So are all other settings.
+
+    Returns:
+        A plan to print: its `engine`, the others' `refusals`, `visits` of `pairs` of query and key, `holds` in bytes.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
 
     >>> import einsight as es, torch
     >>> q, k, v = torch.zeros(3, 1, 1, 1024, 64)

@@ -78,7 +78,19 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Readout:
-    """Something to be known of the weights, computed beside the output."""
+    """Something to be known of the weights, computed beside the output.
+
+    One's own is a subclass with `block`, which is given the weights of a block of queries and gives its piece of the
+    result, [b, h, i] for one number per query; other shapes say so in `shapes`, `start` and `adds`.
+
+    >>> import einsight as es, torch
+    >>> class Simpson(es.Readout):
+    ...     def block(self, x):
+    ...         return 1 - x.weights.square().sum(-1)
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=Simpson())[1]
+    tensor([[[0.0000, 0.5000, 0.6667, 0.7500]]])
+    """
 
     queries: Axis | None = None  # the queries it is about; None is all
     positional: bool = False  # whether it asks where the queries stand among the keys
@@ -135,7 +147,13 @@ class _Chosen(Readout):
 
 
 class LogSumExp(Readout):
-    """The natural logarithm of each query's sum of exp(scores), the sink's included: [b, h, i]."""
+    """The natural logarithm of each query's sum of exp(scores), the sink's included: [b, h, i].
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.LogSumExp())[1]
+    tensor([[[0.0000, 0.6931, 1.0986, 1.3863]]])
+    """
 
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
         return x.lse
@@ -145,6 +163,11 @@ class MaxScore(Readout):
     """Each query's largest score, as the softmax saw it, without the sink: [b, h, i]; −∞ where it sees nothing.
 
     It is what QK-clip watches (Kimi Team 2025, arXiv:2507.20534).
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.MaxScore())[1]
+    tensor([[[0., 0., 0., 0.]]])
     """
 
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
@@ -152,7 +175,13 @@ class MaxScore(Readout):
 
 
 class Entropy(Readout):
-    """−Σ w ln w over the keys, in nats: [b, h, i]; 0 where a query sees nothing."""
+    """−Σ w ln w over the keys, in nats: [b, h, i]; 0 where a query sees nothing.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Entropy())[1]
+    tensor([[[0.0000, 0.6931, 1.0986, 1.3863]]])
+    """
 
     reads_scores = True
 
@@ -175,6 +204,11 @@ class Received(_Chosen):
 
     The sum over all queries is H2O's score (Zhang et al. 2023, arXiv:2306.14048), that over the last ones
     SnapKV's (Li et al. 2024, arXiv:2404.14469).
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Received(mean=True))[1]
+    tensor([[[0.5208, 0.3611, 0.2917, 0.2500]]])
     """
 
     adds = True
@@ -211,7 +245,17 @@ class TopK(_Chosen):
     """The k largest weights of each query and their keys: `weights` and `indices`, each [b, h, i, k].
 
     Sorted by weight, and of equal weights the lowest index first. Where a query sees fewer than k keys the rest
-    has weight 0 and index −1. `queries` chooses the queries; all by default.
+    has weight 0 and index −1. `queries` chooses the queries (an int, slice, range, list or int tensor); all by default.
+
+    Raises:
+        ValueError: k is no positive int.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.TopK(2, queries=[0, 3]))[1]
+    Top(weights=tensor([[[[1.0000, 0.0000],
+              [0.2500, 0.2500]]]]), indices=tensor([[[[ 0, -1],
+              [ 0,  1]]]]))
     """
 
     def __init__(self, k: int, queries: object = None):
@@ -265,6 +309,14 @@ class Share(Readout):
 
     Any mask is a question: the first token `lengths(1)`, the previous one `window(1, -1)`, itself
     `window(0, 0)`, within 32 `window(32, 32)`, induction `same(tokens, tokens.roll(1))`.
+
+    Raises:
+        TypeError: what isn't one of our masks.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Share(es.lengths(1)))[1]
+    tensor([[[1.0000, 0.5000, 0.3333, 0.2500]]])
     """
 
     def __init__(self, mask: Mask):
@@ -290,6 +342,14 @@ class Mass(_Chosen):
             [j, n] of how much of each key's weight counts for each of n groups.
         n: the number of groups; by default one more than the largest id.
         queries: the queries to ask about; all by default.
+
+    Raises:
+        TypeError, ValueError: ids that are no ints or lie outside, a matrix of another shape.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Mass(torch.tensor([0, 0, 1, -1]), queries=[3]))[1]
+    tensor([[[[0.5000, 0.2500]]]])
     """
 
     def __init__(self, groups: Shaped[Tensor, ...], n: int | None = None, queries: object = None):
@@ -338,7 +398,19 @@ class Mass(_Chosen):
 
 
 class Rows(_Chosen):
-    """The weights of the queries one cares about: [b, h, n, j]."""
+    """The weights of the queries one cares about: [b, h, n, j].
+
+    `queries` are an int, slice, range, list or int tensor; negative ones count from the end.
+
+    Raises:
+        TypeError: None; for all rows ask for `Weights()`.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Rows([1, -1]))[1]
+    tensor([[[[0.5000, 0.5000, 0.0000, 0.0000],
+              [0.2500, 0.2500, 0.2500, 0.2500]]]])
+    """
 
     def __init__(self, queries: object):
         if queries is None:
@@ -359,6 +431,14 @@ class Diagonal(Readout):
     """The weight on the key `shift` places from the query's own position, p + shift: [b, h, i]; 0 where there is none.
 
     -1 is the previous token, 0 the token itself.
+
+    Raises:
+        TypeError: a shift that is no int.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Diagonal(-1))[1]
+    tensor([[[0.0000, 0.5000, 0.3333, 0.2500]]])
     """
 
     positional = True
@@ -379,7 +459,13 @@ class Diagonal(Readout):
 
 
 class Distance(Readout):
-    """How far away a query looks: Σ w · |p − j|, in positions: [b, h, i]."""
+    """How far away a query looks: Σ w · |p − j|, in positions: [b, h, i].
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Distance())[1]
+    tensor([[[0.0000, 0.5000, 1.0000, 1.5000]]])
+    """
 
     positional = True
 
@@ -389,7 +475,17 @@ class Distance(Readout):
 
 class Pool(Readout):
     """A picture of a long sequence: for blocks of queries and keys, the mean over the block's queries of the
-    weight on the block's keys: [b, h, ⌈i / block⌉, ⌈j / block⌉]."""
+    weight on the block's keys: [b, h, ⌈i / block⌉, ⌈j / block⌉].
+
+    Raises:
+        ValueError: a block that is no positive int.
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Pool(2))[1]
+    tensor([[[[1.0000, 0.0000],
+              [0.5833, 0.4167]]]])
+    """
 
     adds = True
     _queries = 0  # how many the problem has
@@ -423,14 +519,32 @@ class Pool(Readout):
 
 
 class Weights(Rows):
-    """All of the weights, if you have the memory: [b, h, i, j]."""
+    """All of the weights, if you have the memory: [b, h, i, j].
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Weights())[1][0, 0]
+    tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000, 0.0000],
+            [0.3333, 0.3333, 0.3333, 0.0000],
+            [0.2500, 0.2500, 0.2500, 0.2500]])
+    """
 
     def __init__(self):
         self.queries = None
 
 
 class Scores(Weights):
-    """All of the scores as the softmax saw them, −∞ where masked: [b, h, i, j]."""
+    """All of the scores as the softmax saw them, −∞ where masked: [b, h, i, j].
+
+    >>> import einsight as es, torch
+    >>> q, k, v = torch.zeros(3, 1, 1, 4, 2)
+    >>> es.attention(q, k, v, es.causal(), readouts=es.Scores())[1][0, 0]
+    tensor([[0., -inf, -inf, -inf],
+            [0., 0., -inf, -inf],
+            [0., 0., 0., -inf],
+            [0., 0., 0., 0.]])
+    """
 
     reads_scores = True
     fill = -torch.inf

@@ -38,8 +38,16 @@ from einsight.readouts import (
 class AttentionWeights:
     """The attention weights W = softmax(scores) as an operator: products and readouts, without the matrix.
 
-    Arguments: query [b, h, i, d], key [b, g, j, d], and `mask` and all settings as `einsight.attention` takes
-    them. Weights are those before dropout; `W @ value` applies it. Results are differentiable.
+    Weights are those before dropout; `W @ value` applies it. Results are differentiable, readouts in float32
+    (float64 for float64).
+
+    Arguments:
+        query: [b, h, i, d].
+        key: [b, g, j, d]; query head n reads key head n // (h / g).
+        mask, scale, softcap, score_mod, bias, sink, offset, dropout, engine: as `einsight.attention` takes them.
+
+    Raises:
+        TypeError, ValueError: as `einsight.attention`.
 
     >>> import einsight as es, torch
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
@@ -99,6 +107,7 @@ class AttentionWeights:
 
     @property
     def device(self) -> torch.device:
+        """Where the query and the key are."""
         return self._problem.device
 
     @property

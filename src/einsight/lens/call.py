@@ -20,9 +20,20 @@ ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; lea
 class Call:
     """A call of attention: its tensors as [b, h, i, d] and [b, g, j, d], and the settings that shape its weights.
 
-    `index` counts the model's self-attention layers (for cross-attention, those), `name` is the module's name,
-    `results` what the lens' readouts gave. `offset` says where query 0 stands among the keys. The tensors that a lens
-    gives are detached.
+    `query`, `key` and `value` (None unless the lens keeps values) are detached where a lens gives them. `rule` is what
+    the model's mask was recognised as, `offset` where query 0 stands among the keys, `dropout` the probability that the
+    model applied. `index` counts the model's self-attention layers (for cross-attention, those), `name` is the module's
+    name, `results` what the lens' readouts gave.
+
+    >>> import torch
+    >>> from einsight.lens import Lens
+    >>> layer = torch.nn.MultiheadAttention(6, 2, batch_first=True)
+    >>> x = torch.randn(1, 4, 6)
+    >>> with Lens(layer) as lens:
+    ...     _ = layer(x, x, x)
+    >>> call = lens[0]
+    >>> call.query.shape, call.weights.dense().shape
+    (torch.Size([1, 2, 4, 3]), torch.Size([1, 2, 4, 4]))
     """
 
     query: Float[Tensor, "b h i d"]

@@ -31,7 +31,19 @@ COLUMNS = {
 
 
 class Heads(Table):
-    """A table with a row per layer and head; the columns are those of `einsight.lens.heads.COLUMNS`."""
+    """A table with a row per layer and head; the columns are those of `einsight.lens.heads.COLUMNS`.
+
+    `Lens.heads` makes it; `note` is empty.
+
+    >>> import torch
+    >>> from einsight.lens import Lens
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> with Lens(layer) as lens:
+    ...     _ = layer(torch.randn(1, 5, 8))
+    >>> heads = lens.heads(torch.tensor([7, 8, 7, 8, 9]))
+    >>> len(heads), heads.grid("entropy").shape
+    (2, torch.Size([1, 2]))
+    """
 
 
 def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:

@@ -47,6 +47,11 @@ class Lens:
         keep_on: the device to keep things on; by default where they are.
         on_call: a function that is given each `Call` before the layer's attention returns.
 
+    Raises:
+        TypeError, ValueError: an argument isn't of these.
+        RuntimeError: it is open already.
+        LookupError: when it is read, what wasn't seen or kept.
+
     Example:
         >>> import einsight as es, torch
         >>> from einsight.lens import Lens

@@ -73,6 +73,13 @@ class Monitor:
         every: watch every n-th step only; in between nothing is done, and the numbers stay.
         heads: whether `summary` has the numbers of each head as well.
 
+    Raises:
+        TypeError, ValueError: an argument isn't of these.
+        LookupError: numbers are asked for before a step was seen.
+
+    The largest score is what QK-clip watches (Kimi Team 2025, arXiv:2507.20534), the entropy what collapses (Zhai et
+    al. 2023, arXiv:2303.06296).
+
     >>> import torch
     >>> from einsight.lens import Monitor
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)

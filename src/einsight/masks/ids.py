@@ -94,6 +94,9 @@ def documents(
     at the query's position). Or `cu_seqlens`, the cumulative lengths [0, n₁, n₁+n₂, …] of variable-length
     kernels, for one packed row. Combine with `causal()` for packed language modelling.
 
+    Raises:
+        TypeError, ValueError: both or neither of `ids` and `cu_seqlens`; ids that are no ints; lengths that fall.
+
     >>> import einsight as es, torch
     >>> print(es.documents(torch.tensor([0, 0, 1])).show(3, 3))
     ■ ■ ·
@@ -112,7 +115,7 @@ def documents(
 
 
 def same(query_ids: Shaped[Tensor, ...], key_ids: Shaped[Tensor, ...]) -> Mask:
-    """The keys whose id equals the query's: [i] or [b, i], and [j] or [b, j].
+    """The keys whose id equals the query's: `query_ids` [i] or [b, i], and `key_ids` [j] or [b, j].
 
     With tokens as ids it asks for repetitions; with the tokens shifted by one it asks for induction: the keys
     that follow an earlier occurrence of the query's token.

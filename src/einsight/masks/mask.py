@@ -17,7 +17,17 @@ Bound = int | Tensor  # an int, or an int64 tensor that broadcasts to [b, h, i, 
 
 
 class Mask:
-    """Which keys j a query i, standing at position p, may see."""
+    """Which keys j a query i, standing at position p, may see.
+
+    Rules combine with `&`, `|` and `~`. One's own is a subclass with `allowed`, and with `bounds` if it knows an
+    interval of keys for each query.
+
+    >>> import einsight as es
+    >>> print((es.causal() & ~es.pairs(queries=[2], keys=[0])).show(3, 3))
+    ■ · ·
+    ■ ■ ·
+    · ■ ■
+    """
 
     positional = False  # whether the rule needs to know where the queries stand among the keys
 

@@ -147,7 +147,11 @@ class _Where(Mask):
 
 
 def where(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
-    """Any rule: fn(b, h, p, j) is given int64 index tensors that broadcast to a block, and returns booleans.
+    """Any rule: fn(b, h, p, j) is given int64 index tensors that broadcast to a block [b, h, i, j], and
+    returns booleans.
+
+    Raises:
+        TypeError: what isn't a function; or, when it is asked, a function that doesn't return booleans.
 
     >>> import einsight as es
     >>> print(es.where(lambda b, h, p, j: (p - j) % 2 == 0).show(3, 3))

@@ -51,6 +51,9 @@ def window(left: int | None, right: int | None) -> Mask:
 
     Hugging Face's `sliding_window=W` is `window(W - 1, 0)`.
 
+    Raises:
+        TypeError, ValueError: a `left` or `right` that is neither an int nor None; a window that holds no key.
+
     >>> import einsight as es
     >>> print(es.window(1, 0).show(4, 4))
     ■ · · ·
@@ -130,7 +133,7 @@ class _Prefix(_Lengths):
 
 
 def prefix(n: int | Sequence[int] | Integer[Tensor, " b"]) -> Mask:
-    """A prefix that all may see, causal after it: j < n or j ≤ p; n is an int or one per item.
+    """A prefix that all may see, causal after it: j < n or j ≤ p; n is an int, or one per item [b].
 
     >>> import einsight as es
     >>> print(es.prefix(2).show(3, 3))
@@ -172,7 +175,10 @@ class _Padding(Mask):
 
 
 def padding(keep: Shaped[Tensor, "b j"]) -> Mask:
-    """The keys that are not padding: a tokenizer's attention mask [b, j], bool or 0/1, padded left or right.
+    """The keys that are not padding: `keep`, a tokenizer's attention mask [b, j], bool or 0/1, padded left or right.
+
+    Raises:
+        TypeError, ValueError: another shape, floats, or other numbers than 0 and 1.
 
     >>> import einsight as es, torch
     >>> es.padding(torch.tensor([[0, 0, 1]])).dense(1, 3)

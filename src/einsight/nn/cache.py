@@ -25,6 +25,9 @@ class KVCache:
         head_dim: d.
         dtype, device: of the keys and values; by default PyTorch's defaults.
 
+    Raises:
+        ValueError: a size that is no positive int.
+
     >>> import einsight as es, torch
     >>> cache = es.nn.KVCache(1, 2, 8, 4)
     >>> keys, values = cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))

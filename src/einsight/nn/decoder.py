@@ -25,12 +25,30 @@ Positions = Literal["rotary", "learned", "sinusoidal"]
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What a `Decoder` is made of; every size is a count, and the defaults are those of the Llama family.
+    """What a `Decoder` is made of; the defaults are those of the Llama family.
 
-    `num_kv_heads` is `num_heads` and `head_dim` is `embed_dim / num_heads` by default. `max_length` is the
-    longest sequence, which matters for learned positions alone. `window` n lets a token see itself and the n - 1
-    before it. `tied`: the logits are products with the embedding's own vectors. `proj_bias`, `qk_norm`,
-    `softcap`, `sink`, `dropout`: see `MultiHeadAttention`.
+    Arguments:
+        vocab_size: how many tokens there are.
+        embed_dim: m, the size of a token's vector.
+        num_layers: how many blocks.
+        num_heads: h.
+        hidden_dim: the feed-forward layers' width.
+        max_length: the longest sequence, which matters for learned positions alone.
+        num_kv_heads: g, `num_heads` by default.
+        head_dim: d, `embed_dim / num_heads` by default.
+        positions: "rotary", "learned" or "sinusoidal".
+        rotary_base, rotary_scaling: see `RotaryEmbedding`.
+        window: n lets a token see itself and the n - 1 before it; None is all before it.
+        proj_bias, qk_norm, softcap, sink, dropout: see `MultiHeadAttention`.
+        norm, norm_eps, activation, mlp_bias: see `TransformerBlock`.
+        tied: whether the logits are products with the embedding's own vectors.
+
+    Raises:
+        ValueError: a size that is no positive int, or a kind that isn't known.
+
+    >>> import einsight as es
+    >>> print(es.nn.DecoderConfig(vocab_size=11, embed_dim=12, num_layers=2, num_heads=3, hidden_dim=32, window=4))
+    DecoderConfig(vocab_size=11, embed_dim=12, num_layers=2, num_heads=3, hidden_dim=32, window=4)
     """
 
     vocab_size: int

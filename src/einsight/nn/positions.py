@@ -19,6 +19,10 @@ class Llama3Scaling:
 
     Pairs that turn less than `low_freq_factor` times in `original_length` tokens are slowed down by `factor`,
     those that turn more than `high_freq_factor` times are left alone, and between the two it is blended.
+
+    >>> import einsight as es, torch
+    >>> es.nn.Llama3Scaling()(torch.tensor([1.0, 1e-3, 1e-5]))
+    tensor([1.0000e+00, 2.1361e-04, 1.2500e-06])
     """
 
     factor: float = 8.0
@@ -45,6 +49,9 @@ class RotaryEmbedding(nn.Module):
         scaling: a change to the frequencies, such as `Llama3Scaling()`.
 
     Angles are computed in float32, as published models had them in training.
+
+    Raises:
+        ValueError: a `dim` that is odd or less than 2.
 
     >>> import einsight as es, torch
     >>> rotary = es.nn.RotaryEmbedding(2)
@@ -122,6 +129,10 @@ def _range(offset: Int[Tensor, " b"]) -> tuple[int, int]:
 class LearnedPositions(nn.Module):
     """A learned vector for each position, added to the token's (GPT-2).
 
+    Arguments:
+        length: how many positions there are.
+        embed_dim: m, the size of each vector.
+
     >>> import einsight as es, torch
     >>> es.nn.LearnedPositions(10, 4)(3).shape
     torch.Size([1, 3, 4])
@@ -146,6 +157,9 @@ class LearnedPositions(nn.Module):
 class SinusoidalPositions(nn.Module):
     """Sines and cosines of a token's position, interleaved, added to the token's vector (Vaswani et al. 2017,
     arXiv:1706.03762): dimensions 2n and 2n + 1 are sin and cos of position · 10000^(-2n / embed_dim).
+
+    Raises:
+        ValueError: an `embed_dim` that is odd.
 
     >>> import einsight as es
     >>> es.nn.SinusoidalPositions(4)(2)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -254,7 +254,7 @@ def _hash(text: str) -> str:
 
 
 @contextmanager
-def progress(layers: int) -> Iterator[Any]:
+def progress(layers: int) -> Generator[Any, None, None]:
     """A line on standard error while layers are read, where somebody sees it."""
     if not sys.stderr.isatty():
         yield lambda: None

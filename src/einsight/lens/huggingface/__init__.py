@@ -1,6 +1,7 @@
 """Hugging Face's models: computed by Einsight (`register`), and their own attention seen by the lens."""
 
 from einsight.lens.huggingface.registration import register
-from einsight.lens.huggingface.seen import attach, detach
+from einsight.lens.huggingface.seen import attach as attach  # for the lens
+from einsight.lens.huggingface.seen import detach as detach
 
-__all__ = ["attach", "detach", "register"]
+__all__ = ["register"]
