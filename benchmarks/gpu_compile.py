@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 import einsight as es
 from einsight.engines.triton import launch as launching
 from einsight.engines.triton import running, trust
-from einsight.problem import pose
+from einsight.pose import pose
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
 MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}

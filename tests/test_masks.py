@@ -16,7 +16,7 @@ from torch import Tensor
 
 import einsight as es
 from einsight.coordinates import At, Sizes
-from einsight.problem import pose
+from einsight.pose import pose
 
 
 def picture(text: str) -> Tensor:

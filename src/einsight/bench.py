@@ -26,7 +26,7 @@ from einsight.engines import choose, native
 from einsight.functional import attention
 from einsight.functional import scaled_dot_product_attention as textbook
 from einsight.masks import allow, causal, documents, window
-from einsight.problem import pose
+from einsight.pose import pose
 from einsight.readouts import (
     Diagonal,
     Distance,

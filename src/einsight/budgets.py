@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from einsight.engines import reference
-from einsight.problem import Problem, pose
+from einsight.pose import pose
+from einsight.problem import Problem
 from einsight.readouts import Readout, Weights
 
 ORDERS = 8

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from einsight.engines import choose
 from einsight.functional import NO_VALUE
-from einsight.problem import Problem, pose
+from einsight.pose import pose
+from einsight.problem import Problem
 from einsight.readouts import LogSumExp, Scores, Weights
 
 _LARGEST = 12  # rows and columns that are still printed

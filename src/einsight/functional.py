@@ -14,7 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from einsight.biases import Bias
 from einsight.engines import choose
 from einsight.masks import Mask, textbook
-from einsight.problem import ScoreMod, pose
+from einsight.pose import pose
+from einsight.problem import ScoreMod
 from einsight.readouts import Readout, Weights
 
 NO_VALUE = "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)"

@@ -7,7 +7,7 @@ from typing import Any
 
 from einsight.engines import choose
 from einsight.functional import unpack
-from einsight.problem import pose
+from einsight.pose import pose
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from einsight.engines import choose
 from einsight.engines.products import weighted
 from einsight.functional import unpack
 from einsight.masks import Mask
-from einsight.problem import Problem, ScoreMod, autocast, pose
+from einsight.pose import autocast, pose
+from einsight.problem import Problem, ScoreMod
 from einsight.readouts import (
     Diagonal,
     Distance,

@@ -20,7 +20,7 @@ from torch import Tensor
 import einsight as es
 from einsight.engines import torch_flash, triton
 from einsight.engines.triton import running, trust
-from einsight.problem import pose
+from einsight.pose import pose
 
 READOUTS: dict[str, tuple[es.Readout, Any]] = {
     "lse": (es.LogSumExp(), lambda o: o["lse"]),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import einsight as es
 from einsight.engines import choose, native
-from einsight.problem import pose
+from einsight.pose import pose
 
 pytestmark = pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
 
@@ -80,7 +80,9 @@ def settings_of(name: str, sizes: tuple[int, ...]) -> dict:
         "ids": {"mask": es.same(torch.arange(i) % 5, torch.arange(j) % 7)},
         "rule": {"mask": es.where(lambda b, h, p, j: (p + h + j) % 3 != 0), **offset},
         "bias": {"bias": torch.randn(h, i, j, generator=random)},
-        "masking bias": {"bias": torch.randn(1, i, j, generator=random).masked_fill(_in_blocks(1, i, j, random), -torch.inf)},
+        "masking bias": {
+            "bias": torch.randn(1, i, j, generator=random).masked_fill(_in_blocks(1, i, j, random), -torch.inf)
+        },
         "biases": {
             "bias": es.alibi(torch.rand(h, generator=random)) + torch.randn(j, generator=random).bfloat16(),
             "mask": es.allow(torch.rand(j, generator=random) < 0.7) & es.causal(),

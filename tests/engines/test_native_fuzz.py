@@ -20,7 +20,7 @@ from torch import Tensor
 
 import einsight as es
 from einsight.engines import native
-from einsight.problem import pose
+from einsight.pose import pose
 
 pytestmark = pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
 

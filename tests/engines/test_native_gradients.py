@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import einsight as es
 from einsight.engines import native
-from einsight.problem import pose
+from einsight.pose import pose
 
 pytestmark = pytest.mark.skipif(native.operations.kernel is None, reason="the native engine is not compiled")
 

@@ -15,7 +15,7 @@ from checks import draw
 
 import einsight as es
 from einsight.engines import torch_flash, triton
-from einsight.problem import pose
+from einsight.pose import pose
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import einsight as es
 from einsight.lens.rules import Rule, once, recognise, split
-from einsight.problem import autocast
+from einsight.pose import autocast
 
 ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from einsight.lens.call import from_sdpa
-from einsight.problem import autocast
+from einsight.pose import autocast
 
 # Methods of Tensor that are written in Python call super(), which the compiler can't follow from within a function
 # mode; by their names it knows them.

@@ -24,7 +24,8 @@ from einsight.lens.rollout import rollout
 from einsight.lens.rules import Rule
 from einsight.lens.store import Store
 from einsight.lens.watch import Watch, here, in_backward
-from einsight.problem import autocast, check_is_readout, pose
+from einsight.pose import autocast, pose
+from einsight.problem import check_is_readout
 
 
 class Lens:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from einsight.engines import stream
 from einsight.masks import causal
-from einsight.problem import pose
+from einsight.pose import pose
 from einsight.readouts import Entropy, LogSumExp, MaxScore, Received, Rows
 
 trusted: set[torch.device] = set()
