@@ -17,6 +17,7 @@ from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_fo
 from einsight.masks import Mask
 from einsight.masks.mask import offset_needed, place
 from einsight.readouts import Readout, changed
+from einsight.room import check_fits
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -283,7 +284,9 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
     split = sizes.g == sizes.h and problem.given.g != problem.given.h
     if split and getattr(readout, "per_group", False):
         raise ValueError(f"{readout!r} needs whole groups of heads, but the heads selected split them")
-    return readout.check(problem.given, sizes)
+    ready = readout.check(problem.given, sizes)
+    check_fits(ready, sizes, problem.dtype, problem.device)
+    return ready
 
 
 def is_autocast(device_type: str) -> bool:

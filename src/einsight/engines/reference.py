@@ -18,11 +18,13 @@ from einsight.coordinates import numbers
 from einsight.engines.products import inner, weighted
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
+from einsight.room import too_large
 
 
 def refuses(problem: Problem) -> str | None:
-    """It refuses nothing."""
-    return None
+    """What doesn't fit into memory, and nothing else."""
+    comparison = too_large(holds(problem), problem.device)
+    return None if comparison is None else f"its whole matrices would take {comparison}"
 
 
 def makes(problem: Problem) -> str:
