@@ -182,7 +182,8 @@ def _results(
         return torch.empty(shape, dtype=accuracy(query.dtype), device=query.device)
 
     own = [
-        None if value is None else query.new_empty(b, h, i, value.shape[3]),
+        # A token's heads lie side by side in memory, as what comes after attention wants them.
+        None if value is None else query.new_empty(b, i, h, value.shape[3]).transpose(1, 2),
         make(b, h, i) if asked.lse else None,
         make(b, h, i) if asked.max_score else None,
         make(b, h, i) if asked.entropy else None,

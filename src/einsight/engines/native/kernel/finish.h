@@ -205,7 +205,8 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
     Real reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth));
     Total total = total_of(a, rows, sum, r, s.head[r]);
     inverse[r] = total.inverse;
-    if (a.output) write_output(a, row * a.e, rows.output + r * padded, total.sum == 0.f ? 1.f : total.inverse);
+    int64_t place = ((task.batch * a.i + s.query[r]) * a.h + s.head[r]) * a.e;
+    if (a.output) write_output(a, place, rows.output + r * padded, total.sum == 0.f ? 1.f : total.inverse);
     if (a.lse) write_lse(a, row, total.sum == 0.f ? -kInfinity : (double)reference * a.unit() + total.log);
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();

@@ -66,7 +66,7 @@ struct Request : Rule {
   int64_t bias_stride[4];
   const int64_t *positions;         // p, read for alibi, diagonal and distance only
   int64_t positions_stride[2];
-  void *output;                     // [b, h, i, e] in the inputs' dtype
+  void *output;                     // [b, i, h, e] in the inputs' dtype: a token's heads lie side by side
   Real *lse, *max_score, *entropy; // [b, h, i]
   Real *lse_rest;                  // [b, h, i]: what rounding took from lse, for the gradients
   Real *scores;                    // [b, h, i, j]
