@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
-.PHONY: demo test check lint docs model browser sanitize
+.PHONY: demo test check lint docs model browser sanitize ship
 demo: .venv/installed
 	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
@@ -26,6 +26,10 @@ lint: .venv/installed
 sanitize: .venv/installed
 	tests/sanitize.sh address,undefined build/sanitize/address tests/engines/test_native_fuzz.py
 	tests/sanitize.sh thread build/sanitize/thread tests/engines/test_native_fuzz.py
+
+# The sdist and a wheel, built and tried with a compiler and without.
+ship: .venv/installed
+	tests/ship.sh
 
 # Quick when the model is there already.
 model: .venv/installed
