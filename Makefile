@@ -7,8 +7,9 @@ NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 demo: .venv/installed
 	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
+# A worker for each core, up to four: most tests keep one busy, and each worker reads the default model.
 test: .venv/installed model browser
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 # What a change has to pass beside the tests: style, types, and the documentation, of which every block of code is run.
 check: lint docs model
