@@ -241,21 +241,26 @@ class Decoder(nn.Module):
 
         Arguments:
             folder: holds `config.json` and the weights in `.safetensors` files; pickles are never opened.
-            dtype: what the weights are converted to.
+            dtype: what the weights are converted to: float32, bfloat16, float16 or float64. They are copied from the
+                file, which may change afterwards.
 
         Returns:
-            The decoder in eval mode on the CPU.
+            The decoder in eval mode on the CPU. Where the file holds a head that isn't the embedding, `tied` is False
+            whatever `config.json` says, as transformers has it.
 
         Raises:
             FileNotFoundError: the folder has no configuration or no safetensors.
-            ValueError: another family, a feature that this decoder doesn't have, weights that are missing, unknown
-                or of another shape, a file that is corrupt. Nothing is loaded then.
+            ValueError: another family, a feature that this decoder doesn't have, weights that are missing, unknown,
+                quantised, named twice or of another shape, a file that is corrupt. Nothing is loaded then.
+            TypeError: a dtype that isn't one of those.
             ImportError: safetensors is not installed.
         """
         found, state = checkpoint.read(folder, dtype)
-        config = DecoderConfig(**found)
-        with torch.device("meta"):
-            model = cls(config)
+        try:
+            with torch.device("meta"):
+                model = cls(DecoderConfig(**found))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{folder}/config.json: {error}") from error
         checkpoint.check(state, model, folder)
         model.load_state_dict(state, assign=True)
         return model.eval()
