@@ -9,6 +9,8 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import einsight as es
 from einsight.engines import choose, native
@@ -441,6 +443,31 @@ def test_compile_sees_one_operation() -> None:
     torch.library.opcheck(
         torch.ops.einsight.native_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
+
+
+def test_who_looks_on_sees_an_operation() -> None:
+    """Tensors without numbers, such as PyTorch's fakes, have no memory that the kernel may read."""
+    operands = make(SIZES["groups"])
+    readouts = [es.Entropy(), es.Received()]
+    right, (entropy, received) = es.attention(*operands, offset=0, readouts=readouts, engine="native")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x).requires_grad_() for x in operands]
+        output, seen = es.attention(*fakes, offset=0, readouts=readouts, engine="native")
+        (output.sum() + seen[0].sum()).backward()
+    assert [x.shape for x in (output, *seen)] == [x.shape for x in (right, entropy, received)]
+    assert all(isinstance(x.grad, FakeTensor) and x.grad.shape == x.shape for x in fakes)
+    with torch.no_grad():  # also after the mode
+        assert isinstance(es.attention(*fakes, offset=0, engine="native"), FakeTensor)
+    seen_operations = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen_operations.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        got = es.attention(*operands, offset=0, engine="native")
+    assert torch.equal(got, right) and "einsight.native_forward.default" in seen_operations
 
 
 def test_received_of_a_long_sequence() -> None:
