@@ -12,6 +12,8 @@ from torch import nn
 
 import einsight as es
 from einsight.lens import Edit, Lens
+from einsight.lens.huggingface import register
+from einsight.lens.rules import Rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 
@@ -91,6 +93,66 @@ def test_beams_in_a_sliding_window():
     assert cache.layers[0].keys.shape[2] == 3  # a window of 4 keys, less the newest
     assert len(lens.passes(0)) == 1
     compare(lens, weights_of("mistral", "sdpa", ids))
+
+
+def test_interleaved_conversations():
+    model, ids = llama()
+    other = ids.flip(1)
+    caches = hf.DynamicCache(), hf.DynamicCache()
+    with torch.no_grad(), Lens(model) as lens:
+        for start, stop in ((0, 6), (6, 7), (7, 9)):
+            for text, cache in ((ids, caches[0]), (other, caches[1])):
+                model(input_ids=text[:, start:stop], past_key_values=cache)
+        model(input_ids=ids[:, 9:11], past_key_values=caches[0])
+    passes = [lens.passes(n) for n in range(2)]
+    assert [len(found) for found in passes] == [2, 2]
+    same([found[0] for found in passes], weights_of("llama", "sdpa", other[:, :9]))
+    same(lens, weights_of("llama", "sdpa", ids[:, :11]))  # what went on last
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "einsight"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_cropped_within_a_sliding_window(attention, keep):
+    register()
+    model, _ = build("mistral", "sdpa")
+    model.set_attn_implementation(attention)
+    ids = torch.randint(3, 53, (1, 20))
+    cache = hf.DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    with torch.no_grad(), Lens(model, values=True) as lens:
+        model(input_ids=ids[:, :6], past_key_values=cache)
+        cache.crop(0)
+        model(input_ids=ids[:, 6:9], past_key_values=cache)  # a draft, of which some tokens are right
+        cache.crop(keep - 3)
+        model(input_ids=ids[:, 12:14], past_key_values=cache)
+        cache.crop(0)
+        model(input_ids=ids[:, 14:15], past_key_values=cache)
+    assert cache.layers[0].keys.shape[2] == 4  # a window of 4 keys, with the newest
+    assert len(lens.passes(0)) == 1
+    same(lens, weights_of("mistral", "sdpa", torch.cat([ids[:, : 6 + keep], ids[:, 12:15]], 1)))
+    assert lens[0].rule == Rule(causal=True, left=3)
+    assert lens[0].value.shape == lens[0].key.shape
+
+
+def test_a_copied_cache_of_a_decoder_that_looks_at_an_encoder():
+    model, inputs = build("bart", "sdpa")
+    text, ids = inputs["input_ids"], torch.randint(3, 53, (2, 9))
+    cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
+    with torch.no_grad(), Lens(model) as lens:
+        encoder = model.get_encoder()(text)
+        model(encoder_outputs=encoder, decoder_input_ids=ids[:, :3], past_key_values=cache)
+        for choice in (ids[:, 3:5], ids[:, 6:9]):
+            mine = copy.deepcopy(cache)
+            for step in choice.split(1, 1):
+                model(encoder_outputs=encoder, decoder_input_ids=step, past_key_values=mine)
+    assert [len(lens.passes(2)), len(lens.cross.passes(1))] == [2, 2]
+    for n, choice in enumerate((ids[:, 3:5], ids[:, 6:9])):
+        tokens = torch.cat([ids[:, :3], choice], 1)
+        with torch.no_grad():
+            run = build("bart", "eager")[0](input_ids=text, decoder_input_ids=tokens, output_attentions=True)
+        same([lens.passes(m)[n] for m in (2, 3)], run.decoder_attentions)
+        for m, expected in enumerate(run.cross_attentions):
+            torch.testing.assert_close(lens.cross.passes(m)[n].weights.dense(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("edited", [False, True])

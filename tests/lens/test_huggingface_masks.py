@@ -108,10 +108,11 @@ def test_models_may_do_with_it_what_they_do_with_tensors():
     place = dict(batch_size=2, q_length=11, kv_length=11, mask_function=window, attention_mask=LEFT.bool())
     ours, theirs = make_mask(**place, dtype=torch.bfloat16), hf.eager_mask(**place, dtype=torch.bfloat16)
     assert ours.ndim == 4 and ours.dtype == torch.bfloat16 and ours.size(-1) == len(ours[0, 0, 0]) == 11
-    for same in (ours, ours.to("cpu"), ours.detach(), ours.to(torch.float32)):
+    for same in (ours, ours.to("cpu"), ours.detach(), ours.to(torch.float32), ours.contiguous(), ours.clone()):
         assert isinstance(same, HandedMask) and same.rule is ours.rule and same.shape == theirs.shape
         with torch._C.DisableTorchFunctionSubclass():
             assert same.untyped_storage().nbytes() <= 4
+    assert ours.is_contiguous() is False
     assert torch.equal(ours[:, :, 2:5], theirs[:, :, 2:5])
     assert torch.equal(ours + 1, theirs + 1)
     assert torch.equal(torch.cat([ours, torch.ones(2, 1, 11, 2)], -1), torch.cat([theirs, torch.ones(2, 1, 11, 2)], -1))

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import einsight as es
-from einsight.lens.rules import Rule, once, recognise, split
+from einsight.lens.rules import Rule, of_mask, once, recognise, split
 from einsight.pose import autocast
 
 ONLY_RESULTS = "the lens keeps only results when it is opened with readouts; leave them out to ask afterwards"
@@ -113,7 +113,8 @@ def from_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, 
         offset = max(key.shape[2] - query.shape[2], 0)
     query, key, value = autocast(query, key, value)
     kept = {n: s for n, s in settings.items() if n not in ("readouts", "engine") and s is not None}
-    return Call(query, key, value, Rule(other=mask), offset, kept, dropout=dropout)
+    rule = of_mask(mask, query.shape[2], key.shape[2], offset)
+    return Call(query, key, value, rule, offset, kept, dropout=dropout)
 
 
 def make(
@@ -132,6 +133,7 @@ def make(
 ) -> Call:
     """A call from tensors as models give them: a boolean mask's True may be seen, a float one is added."""
     query, key, value = autocast(query, key, value)
+    query = query.expand(key.shape[0], -1, -1, -1) if len(query) == 1 else query  # the same for every item
     i = query.shape[2]
     if is_causal and key.shape[2] > i:  # the first i keys are all that it can see
         key = key[:, :, :i]

@@ -21,7 +21,7 @@ from einsight.lens.heads import Heads, table
 from einsight.lens.layers import Layers
 from einsight.lens.record import Match, Record
 from einsight.lens.rollout import rollout
-from einsight.lens.rules import Rule
+from einsight.lens.rules import Rule, of_mask
 from einsight.lens.store import Store
 from einsight.lens.watch import Watch, here, in_backward
 from einsight.pose import autocast, pose
@@ -99,7 +99,8 @@ class Lens:
         self._seen = Layers(model)
         self._store = Store()
         self._calls = 0
-        self._in_generation = False
+        self._going: tuple[int, Match] | None = None  # how this run's last call of self-attention went on
+        self._start = 0  # where its first query stood
         self._missed: dict[str, int] = {}
         self._watch: Watch | None = None
 
@@ -215,7 +216,8 @@ class Lens:
         key, value = ungrouped(key, value, query.shape[1])
         if offset is None:
             offset = max(key.shape[2] - query.shape[2], 0)
-        call = Call(query, key, value, Rule(other=mask), offset, settings, cross=cross)
+        rule = of_mask(mask, query.shape[2], key.shape[2], offset)
+        call = Call(query, key, value, rule, offset, settings, cross=cross)
         with torch.no_grad():
             self._see(call, running, name)
         for edit in self._watch.edits:
@@ -234,11 +236,13 @@ class Lens:
     def _see(self, call: Call, running: list[frames.Running], name: str = "") -> None:
         self._calls += 1
         if self._seen.begins(running):
-            self._in_generation = False
+            self._going, self._start = None, 0
         name = self._seen.name(call, running, name)
         call.name, call.index = self._seen.number(name, call.cross, lambda name: self._match(name, call))
         call.module = running[-1].module if running else None
-        match = self._match(call.name, call)
+        found = self._match(call.name, call)
+        if not call.cross:
+            self._going, self._start = found, call.offset if isinstance(call.offset, int) else 0
         if self._layers is not None and call.index not in self._layers:
             return
         if not self._values and self._on_call is None:
@@ -247,15 +251,24 @@ class Lens:
             call._results = call.weights.read(self._readouts)
         if self._on_call is not None:
             self._on_call(call)
-        self._keep(replace(call, value=call.value if self._values else None), match)
+        self._keep(replace(call, value=call.value if self._values else None), found)
 
-    def _match(self, name: str, call: Call) -> Match | None:
-        last = self._records.get(name, [None])[-1]
-        match = last.match(call, self._in_generation) if isinstance(last, Record) else None
-        self._in_generation = self._in_generation or match is not None
-        return match
+    def _match(self, name: str, call: Call) -> tuple[int, Match] | None:
+        """Which pass of a layer, counted from its last, a call goes on from, and how."""
+        passes = self._records.get(name, [])
+        if call.cross:  # as the decoder's own text does
+            if self._going is None or self._going[0] >= len(passes):
+                return None
+            record = passes[-1 - self._going[0]]
+            return self._going if isinstance(record, Record) and record.looks_on(call) else None
+        for how in (Record.goes_on, Record.goes_back):
+            for back, record in enumerate(reversed(passes)):
+                match = how(record, call) if isinstance(record, Record) else None
+                if match is not None:
+                    return back, match
+        return None
 
-    def _keep(self, call: Call, match: Match | None) -> None:
+    def _keep(self, call: Call, found: tuple[int, Match] | None) -> None:
         passes = self._records.setdefault(call.name, [])
         if self._readouts is not None:
             b, h, _, d = call.query.shape
@@ -266,15 +279,12 @@ class Lens:
             return
         # What is kept can be used anywhere, also if the model runs in inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            last = passes[-1] if passes else None
-            if match is None or not isinstance(last, Record):
-                passes.append(Record(call, self._keep_on, self._store))
+            if found is None:
+                passes.append(Record(call, self._start, self._keep_on, self._store))
                 return
-            record = last.go_on(call, match)
-            if match.again:
-                passes.append(record)
-            else:
-                passes[-1] = record
+            back, match = found
+            record = passes[-1 - back] if match.again else passes.pop(-1 - back)
+            passes.append(record.go_on(call, match))  # type: ignore[union-attr]
 
     def _find(self, layer: int | str, cross: bool) -> str:
         if not self._calls:

@@ -16,7 +16,7 @@ from einsight.coordinates import At, Sizes
 from einsight.lens.call import Call
 from einsight.lens.changes import per_head
 from einsight.lens.record import reordered, written
-from einsight.lens.rules import Rule
+from einsight.lens.rules import Rule, of_mask
 from einsight.masks.mask import Bound, Mask, larger
 
 ALIKE = ("softcap", "score_mod")  # what heads of one call can't differ in
@@ -207,7 +207,8 @@ def as_call(weights: es.AttentionWeights) -> Call:
     offset = int(positions) if len(positions) == 1 else positions
     given = {n: getattr(problem, n) for n in ("scale", "softcap", "score_mod", "bias", "sink")}
     settings: dict[str, Any] = {name: setting for name, setting in given.items() if setting is not None}
-    return Call(problem.query, problem.key, None, Rule(other=problem.mask), offset, settings)
+    rule = of_mask(problem.mask, problem.sizes.i, problem.sizes.j, offset)
+    return Call(problem.query, problem.key, None, rule, offset, settings)
 
 
 def _chosen(heads: list[int], call: Call) -> Tensor:

@@ -8,12 +8,14 @@ generation.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 import einsight as es
+from einsight.masks.positions import Padding, Window
 
 
 @dataclass(frozen=True)
@@ -85,41 +87,134 @@ def split(mask: Float[Tensor, ...]) -> tuple[Bool[Tensor, ...], Float[Tensor, ..
     return visible, added if bool(added.any()) else None
 
 
-def joined(rules: list[tuple[Rule, int, int, int]], j: int) -> Rule | None:
-    """One rule for calls that follow one another: (rule, queries, offset, keys it speaks of) of each.
+class Steps(NamedTuple):
+    """Queries that follow one another: how many, standing where among all keys, under which rule.
 
-    None where they don't make one.
+    There were `keys` keys then, and the rule speaks of the last `width` of them.
     """
-    plain = [rule for step in rules if (rule := _as_causal(*step)) is not None]
-    lefts = {rule.left for rule in plain if rule.left is not None}
-    if len(plain) < len(rules) or len(lefts) > 1:
-        return None
-    left = lefts.pop() if lefts else None
-    steps = list(zip(plain, rules, strict=True))
-    if any(left is not None and rule.left is None and offset + i - 1 > left for rule, (_, i, offset, _) in steps):
-        return None
-    hidden = [(rule.keep, keys) for rule, (_, _, _, keys) in steps if rule.keep is not None]
-    if not hidden:
-        return Rule(causal=True, left=left)
-    like, keys = hidden[-1]
-    keep = torch.ones(len(like), j, dtype=torch.bool, device=like.device)
-    keep[:, keys - like.shape[-1] : keys] = like
-    for rule, (_, _, offset, keys) in steps:
-        width = keys if rule.keep is None else rule.keep.shape[-1]
-        first = keys - width if left is None else max(keys - width, offset - left)
-        part = keep[:, first:keys]
-        told = torch.ones_like(part) if rule.keep is None else rule.keep[:, first - (keys - width) :]
-        if not torch.equal(part, told.expand_as(part)):
-            return None  # a key that one step hides and another doesn't is no padding
-    return Rule(causal=True, left=left, keep=keep)
+
+    rule: Rule
+    i: int
+    offset: Any
+    keys: int
+    width: int
 
 
-def _as_causal(rule: Rule, i: int, offset: int, keys: int) -> Rule | None:
-    if rule.other is not None:
+def of_mask(mask: es.Mask | None, i: int, j: int, offset: int | Tensor) -> Rule:
+    """One of Einsight's masks, for i queries and j keys, as a rule."""
+    causal, left, keep = False, None, None
+    for factor in () if mask is None else mask.factors():
+        if isinstance(factor, Padding):
+            keep = factor.keep if keep is None else keep & factor.keep
+            continue
+        if not isinstance(factor, Window) or (factor.left is not None and factor.left < 0):
+            return Rule(other=mask)
+        # After a last query there are no keys to hide from it.
+        upto_itself = factor.right == 0 or (factor.right is None and i == 1 and offset == j - 1)
+        if not upto_itself:
+            return Rule(other=mask)
+        causal = True
+        left = factor.left if left is None or factor.left is None else min(left, factor.left)
+    return Rule(causal, left, None if keep is None else _unless_all(keep))
+
+
+def joined(first: Steps, then: Steps) -> Steps | None:
+    """Both under one rule that says what theirs say, if there is one: up to oneself, a window, padding."""
+    a, b = _causal(first), _causal(then)
+    if a is None or b is None or first.width < first.keys or first.keys != then.offset:
         return None
-    if not rule.causal and i == 1 and offset == keys - 1:
+    place, start = then.offset, then.keys - then.width  # of the first query; of the keys that were brought along
+    lefts = {rule.left for rule in (a, b) if rule.left is not None}
+    left = lefts.pop() if lefts else _window(a, b, place, start)
+    if lefts or any(rule.left is None and not _reaches(rule, left, steps) for rule, steps in ((a, first), (b, then))):
+        return None
+    seen = 0 if left is None else max(place - left, 0)  # the first key in the window of the first query
+    if _shows(a.keep, seen, start):
+        return None  # which isn't there any more
+    seen = max(seen, start)
+    if not _agree(_part(a.keep, seen, place), _part(b.keep, seen - start, place - start)):
+        return None  # a key that one step hides and another doesn't is no padding
+    keep, new = a.keep, _part(b.keep, place - start, then.width)
+    if keep is not None or (new is not None and not bool(new.all())):
+        like = next(part for part in (keep, new) if part is not None)
+        parts = [
+            like.new_ones(1, n) if part is None else part.to(like.device)
+            for part, n in ((keep, first.keys), (new, then.i))
+        ]
+        keep = torch.cat([part.expand(max(map(len, parts)), -1) for part in parts], 1)
+    return Steps(Rule(True, left, keep), first.i + then.i, first.offset, then.keys, then.keys)
+
+
+def repeated(first: Steps, then: Steps) -> Steps | None:
+    """The same for queries in cross-attention, which see the same keys at every step."""
+    a, b = first.rule, then.rule
+    if a.other is not None or b.other is not None or a.causal or b.causal or not _agree(a.keep, b.keep):
+        return None
+    return first._replace(i=first.i + then.i)
+
+
+def plain(steps: Steps) -> Steps:
+    """Steps under a mask of Einsight's that isn't one of the simple ones: perhaps it comes to the same."""
+    global _asked
+    mask = steps.rule.other
+    if not isinstance(mask, es.Mask):
+        return steps
+    where = steps.i, steps.width, steps.offset - (steps.keys - steps.width)
+    if _asked is None or _asked[0] is not mask or _asked[1] != where:  # the layers of a model share one
+        i, j, offset = where
+        dense = mask.dense(i, j, offset=offset)
+        _asked = mask, where, recognise(dense[(None,) * (4 - dense.ndim)], i, j)[0]
+    return steps._replace(rule=_asked[2])
+
+
+_asked: tuple[es.Mask, tuple[int, int, int], Rule] | None = None
+
+
+def _causal(steps: Steps) -> Rule | None:
+    rule, is_last = steps.rule, steps.offset + steps.i == steps.keys
+    if rule.other is not None or not is_last:
+        return None
+    if not rule.causal and steps.i == 1:
         return replace(rule, causal=True)  # the last position sees everything: the same as up to itself
     return rule if rule.causal else None
+
+
+def _window(a: Rule, b: Rule, place: int, start: int) -> int | None:
+    """How far back the query at `place` sees, where no rule says it.
+
+    The mask of a single query doesn't tell a window from padding, but keys that were seen before have left it.
+    """
+    if start > 0:
+        return place - start
+    if b.keep is None:
+        return None
+    hidden = ~b.keep[:, :place]
+    gone = (hidden if a.keep is None else hidden & a.keep).any(0).nonzero()
+    return place - 1 - int(gone[-1]) if len(gone) else None
+
+
+def _reaches(rule: Rule, left: int | None, steps: Steps) -> bool:
+    """Whether a rule without a window says the same with one: what its last query would lose is hidden anyway."""
+    return left is None or not _shows(rule.keep, 0, steps.width - 1 - left)
+
+
+Keep = Tensor | None  # [b, n] which keys aren't padding; None: none is
+
+
+def _shows(keep: Keep, start: int, stop: int) -> bool:
+    """Whether some of these keys aren't padding."""
+    return start < stop and (keep is None or bool(keep[:, start:stop].any()))
+
+
+def _part(keep: Keep, start: int, stop: int) -> Keep:
+    return None if keep is None else keep[:, start:stop]
+
+
+def _agree(a: Keep, b: Keep) -> bool:
+    if a is not None and b is not None:
+        return torch.equal(*torch.broadcast_tensors(a, b.to(a.device)))
+    given = b if a is None else a
+    return given is None or bool(given.all())
 
 
 def _unless_all(keep: Bool[Tensor, "b j"]) -> Bool[Tensor, "b j"] | None:

@@ -12,7 +12,7 @@ from einsight.coordinates import At, Sizes, as_int
 from einsight.masks.mask import FAR, Bound, Mask, check_items, describe, larger, shown
 
 
-class _Window(Mask):
+class Window(Mask):
     positional = True
 
     def __init__(self, left: int | None, right: int | None):
@@ -43,7 +43,7 @@ def causal() -> Mask:
     ■ ■ ■ ·
     ■ ■ ■ ■
     """
-    return _Window(None, 0)
+    return Window(None, 0)
 
 
 def window(left: int | None, right: int | None) -> Mask:
@@ -69,7 +69,7 @@ def window(left: int | None, right: int | None) -> Mask:
         raise ValueError(f"window({left}, {right}) holds no key: left + right must be at least 0; None is no limit")
     # What lies beyond every sequence is no limit either, and wouldn't fit beside positions in an int64.
     left, right = (None if side is not None and side >= FAR else side for side in (left, right))
-    return _Window(left, right)
+    return Window(left, right)
 
 
 def _per_item(name: str, values: object) -> int | Int[Tensor, " b"]:
@@ -144,7 +144,7 @@ def prefix(n: int | Sequence[int] | Integer[Tensor, " b"]) -> Mask:
     return _Prefix(_per_item("prefix", n))
 
 
-class _Padding(Mask):
+class Padding(Mask):
     def __init__(self, keep: Bool[Tensor, "b j"]):
         self.keep = keep
 
@@ -194,4 +194,4 @@ def padding(keep: Shaped[Tensor, "b j"]) -> Mask:
         )
     if keep.dtype != torch.bool and bool(((keep != 0) & (keep != 1)).any()):
         raise ValueError("padding takes bool or 0/1 integers, but keep holds other numbers")
-    return _Padding(keep.detach().bool())
+    return Padding(keep.detach().bool())

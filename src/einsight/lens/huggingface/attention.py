@@ -42,7 +42,7 @@ def attention(
                 'attn_implementation="einsight" does not follow; use model.set_attn_implementation("eager")'
             )
     sink = s_aux if s_aux is not None else others.get("sinks", getattr(module, "sinks", None))
-    mask, offset, bias = _mask(module, query, key, attention_mask, is_causal)
+    mask, offset, bias = mask_of(module, query, key, attention_mask, is_causal)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     if query.shape[0] == 1 < key.shape[0]:  # learned queries, the same for every item
@@ -54,7 +54,7 @@ def attention(
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
 
 
-def _mask(
+def mask_of(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> tuple[es.Mask | None, int | None, Tensor | None]:
     """The mask as a rule, where query 0 stands, and what is to be added to the scores."""

@@ -46,10 +46,20 @@ _LOOKS = {
     ),
     *(
         getattr(Tensor, name)
-        for name in ("size", "stride", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__")
+        for name in (
+            "size",
+            "stride",
+            "dim",
+            "numel",
+            "is_floating_point",
+            "is_complex",
+            "is_contiguous",
+            "get_device",
+            "__len__",
+        )
     ),
 }
-_HANDS_ON = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.detach}
+_HANDS_ON = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.detach, Tensor.contiguous, Tensor.clone}
 
 
 def hand(like: Tensor, rule: es.Mask | None, offset: int) -> HandedMask:

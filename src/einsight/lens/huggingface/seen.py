@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from einsight.lens.call import Call, make
 from einsight.lens.compiled import report
 from einsight.lens.faces import Face, interface
-from einsight.lens.rules import Rule
+from einsight.lens.huggingface.attention import mask_of
+from einsight.lens.rules import Rule, of_mask
 
 _lock = threading.Lock()
 _users = 0
@@ -114,6 +115,20 @@ def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=N
     return call
 
 
+def _einsight(module, query, key, value, attention_mask=None, is_causal=None, **kwargs) -> Call:
+    mask, offset, added = mask_of(module, query, key, attention_mask, is_causal)
+    given = _given(module, attention_mask if added is None else added, **kwargs)
+    if offset is None:
+        call = make(query, key, value, **given, dropout=kwargs.get("dropout", 0.0))
+    else:
+        if mask is None and attention_mask is None:
+            offset = None
+        call = make(query, key, value, **{**given, "mask": None}, offset=offset, dropout=kwargs.get("dropout", 0.0))
+        call.rule = of_mask(mask, query.shape[2], key.shape[2], call.offset)
+    call._window = kwargs.get("sliding_window")
+    return call
+
+
 def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, **kwargs) -> Call:
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
@@ -137,5 +152,5 @@ def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=
     return call
 
 
-_READINGS: dict[str, Callable[..., Call]] = {"eager": _eager, "sdpa": _sdpa}
+_READINGS: dict[str, Callable[..., Call]] = {"eager": _eager, "sdpa": _sdpa, "einsight": _einsight}
 _FLASH = _flash
