@@ -91,7 +91,6 @@ inline Exponentials exponentials_for(const Request &a) {
   int into = !a.pairs ? 0 : a.keeps_weights() ? 2 : 1;
   return (a.entropy ? kExponentials<true> : kExponentials<false>)[into];
 }
-}
 
 // What exponents are relative to: a row that has seen nothing yet has no score to offer.
 inline Real finite_reference(const Rows &rows, int64_t r) {
