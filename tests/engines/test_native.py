@@ -47,6 +47,7 @@ SIZES = {
     "chunks": (3, 2, 1, 11, 2053, 23, 5),
     "wide": (1, 2, 2, 101, 107, 96, 128),
     "deep": (1, 2, 1, 29, 31, 257, 263),
+    "pairs": (2, 3, 1, 37, 139, 34, 71),
 }
 
 
@@ -264,11 +265,12 @@ def test_strides(sizes: str) -> None:
     assert all(torch.equal(alike[0][name], alike[1][name]) for name in want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", ["causal", "wide window", "alibi", "sink", "tiles", "masking bias", "rule"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_bits(sizes: str, settings: str) -> None:
+def test_bits(sizes: str, settings: str, dtype: torch.dtype) -> None:
     """The same for 1 and 2 threads, for a batch item alone, and whatever readouts are asked."""
-    tensors, chosen = make(SIZES[sizes]), settings_of(settings, SIZES[sizes])
+    tensors, chosen = make(SIZES[sizes], dtype), settings_of(settings, SIZES[sizes])
     want = attend(*tensors, **chosen)
     threads = torch.get_num_threads()
     for n in (1, 2, 5):
@@ -286,13 +288,14 @@ def test_bits(sizes: str, settings: str) -> None:
         assert torch.equal(found.weights if name == "top" else found, want[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize(
     "settings", ["causal", "window", "documents", "causal from 0", "given", "tiles", "masking bias"]
 )
-@pytest.mark.parametrize("sizes", ["blocks", "tiles", "groups", "chunks", "decode"])
-def test_unseen_keys_change_no_bit(sizes: str, settings: str, bad: float) -> None:
-    query, key, value = make(SIZES[sizes])
+@pytest.mark.parametrize("sizes", ["blocks", "tiles", "groups", "chunks", "decode", "pairs"])
+def test_unseen_keys_change_no_bit(sizes: str, settings: str, bad: float, dtype: torch.dtype) -> None:
+    query, key, value = make(SIZES[sizes], dtype)
     chosen = settings_of(settings, SIZES[sizes])
     want = attend(query, key, value, **chosen)
     j = key.shape[2]
@@ -407,6 +410,24 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "interrupted\n", done.stderr
+
+
+@pytest.mark.skipif(LEVELS[:1] != ["amx"], reason="no tiles here")
+def test_where_linux_refuses_tiles_a_lower_instruction_set_is_taken() -> None:
+    """It does where the stack of a signal handler has no room for their registers."""
+    code = """if True:
+    import ctypes
+    class Stack(ctypes.Structure):
+        _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+    memory = ctypes.create_string_buffer(4096)
+    assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+    import torch, einsight as es
+    from einsight.engines import native
+    assert "amx" not in native.operations.kernel.levels
+    ones = torch.ones(1, 1, 9, 4, dtype=torch.bfloat16)
+    assert torch.equal(es.attention(ones, ones, ones, engine="native"), ones)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_refusals() -> None:

@@ -9,6 +9,7 @@
 
 #include "dlpack.h"
 #include "driver.h"
+#include "permission.h"
 #include "threads.h"
 
 #if defined(__linux__)
@@ -25,6 +26,9 @@ namespace baseline { extern const Kernel kernel; }
 namespace avx2 { extern const Kernel kernel; }
 namespace avx512 { extern const Kernel kernel; }
 namespace avx512_bf16 { extern const Kernel kernel; }
+#if EINSIGHT_AMX
+namespace amx { extern const Kernel kernel; }
+#endif
 #else
 namespace generic { extern const Kernel kernel; }
 #endif
@@ -36,8 +40,14 @@ static std::vector<const Kernel *> available() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
-    if (__builtin_cpu_supports("avx512bf16")) kernels.push_back(&avx512_bf16::kernel);
+    // Pairs of bfloat16 numbers take half the time of floats on AMD's processors, and 1.6 times theirs on Intel's.
+    bool pairs = __builtin_cpu_supports("avx512bf16"), quick = __builtin_cpu_is("amd");
+#if EINSIGHT_AMX
+    if (pairs && may_use_tiles()) kernels.push_back(&amx::kernel);
+#endif
+    if (pairs && quick) kernels.push_back(&avx512_bf16::kernel);
     kernels.push_back(&avx512::kernel);
+    if (pairs && !quick) kernels.push_back(&avx512_bf16::kernel);
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&avx2::kernel);
   kernels.push_back(&baseline::kernel);
@@ -153,6 +163,7 @@ static Request request(nb::handle query, nb::handle key, nb::handle value, Real 
   a.bias = static_cast<const Real *>(input(bias, a.bias_stride));
   read_rule(rule, a.j, a);
   a.pairs = kernels.at(level)->has_pairs && can_pair(a);
+  a.tiles = a.pairs && kernels.at(level)->has_tiles && a.rows() > kGroup;
   return a;
 }
 
