@@ -363,7 +363,17 @@ import torch, einsight as es
 model = es.nn.Decoder(es.nn.DecoderConfig(53, 20, 2, 2, 31)).eval()
 tokens = torch.randint(53, (2, 13))
 with torch.no_grad():
-    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(tokens), model(tokens))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(tokens), model(tokens))
+    steps = []
+    for run in (model, compiled):  # items of different lengths
+        cache = model.cache(2, 13)
+        run(tokens[:, :7], cache=cache)
+        for layer in cache:
+            layer.trim([7, 4])
+        steps.append(run(tokens[:, 7:9], cache=cache))
+    assert torch.equal(*steps)
+assert torch.equal(torch.export.export(model, (tokens,), strict=False).module()(tokens), model(tokens))
 """
     # In a process of its own: the checks of signatures in the tests can't be traced.
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -83,13 +83,6 @@ def test_llama_3_as_transformers_has_it() -> None:
     assert (ours_cos - cos[0, :, :64]).abs().max() <= tolerance and (ours_sin - sin[0, :, :64]).abs().max() <= tolerance
 
 
-def test_half_split_is_the_same_bits_as_two_products_and_a_sum() -> None:
-    x, rotary = draw(2, 3, 7, 10), RotaryEmbedding(10)
-    cos, sin = (angles[:, 5:] for angles in rotary._angles(3, x))
-    one, two = x.chunk(2, -1)
-    assert torch.equal(rotary(x, 3), torch.cat([one * cos - two * sin, two * cos + one * sin], -1))
-
-
 def test_without_looking_at_numbers_the_angles_are_the_same() -> None:
     """torch.func and fakes leave no table behind, and get what the table holds."""
     x, offset = draw(3, 2, 5, 6), torch.tensor([0, 2000, 7])

@@ -147,7 +147,7 @@ class MultiHeadAttention(nn.Module):
         mask = _both(self.mask, mask)
         if cache is not None:
             key, value = cache.append(key, value)
-            if not isinstance(place, int):
+            if not isinstance(place, int) and not _sees_nothing_later(mask):
                 mask = _both(mask, es.lengths(cache.lengths))
         attended = es.attention(
             query,
@@ -245,6 +245,12 @@ def _both(one: es.Mask | None, other: es.Mask | None) -> es.Mask | None:
     if one is None or other is None:
         return one if other is None else other
     return one & other
+
+
+def _sees_nothing_later(mask: es.Mask | None) -> bool:
+    """Whether no query may see a key behind its own position, whatever else it may see."""
+    ahead = () if mask is None else (factor.ahead() for factor in mask.factors())
+    return any(end is not None and end[1] is not None and end[1] <= 1 for end in ahead)
 
 
 def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:

@@ -93,10 +93,9 @@ class KVCache:
             self._keys[:, :, offset : offset + i] = key
             self._values[:, :, offset : offset + i] = value
         else:
-            items = torch.arange(len(offset)).unsqueeze(1).to(key.device)
-            places = (offset.unsqueeze(1) + torch.arange(i)).to(key.device)
-            self._keys[items, :, places] = rearrange(key, "b g i d -> b i g d")
-            self._values[items, :, places] = rearrange(value, "b g i d -> b i g d")
+            places = rearrange(offset.unsqueeze(1) + torch.arange(i), "b i -> b 1 i 1").to(key.device).expand_as(key)
+            self._keys.scatter_(2, places, key)
+            self._values.scatter_(2, places, value)
         self._lengths = [n + i for n in self._lengths]
         longest = max(self._lengths)
         return self._keys[:, :, :longest], self._values[:, :, :longest]

@@ -110,7 +110,7 @@ class RotaryEmbedding(nn.Module):
             other = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
             other = turned.roll(self.dim // 2, -1)
-        made = (turned * cos + other * sin).to(x.dtype)
+        made = torch.addcmul(turned * cos, other, sin).to(x.dtype)
         return made if turned is x else torch.cat([made, x[..., self.dim :]], -1)
 
     def _angles(self, offset: Offset, x: Float[Tensor, "b h i d"]) -> Angles:
