@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
-.PHONY: demo test check lint docs model browser sanitize
+.PHONY: demo test check lint docs model browser sanitize ship
 demo: .venv/installed
 	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
+# A worker for each core, up to four: most tests keep one busy, and each worker reads the default model.
 test: .venv/installed model browser
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 # What a change has to pass beside the tests: style, types, and the documentation, of which every block of code is run.
 check: lint docs model
@@ -26,6 +27,10 @@ lint: .venv/installed
 sanitize: .venv/installed
 	tests/sanitize.sh address,undefined build/sanitize/address tests/engines/test_native_fuzz.py
 	tests/sanitize.sh thread build/sanitize/thread tests/engines/test_native_fuzz.py
+
+# The sdist and a wheel, built and tried with a compiler and without.
+ship: .venv/installed
+	tests/ship.sh
 
 # Quick when the model is there already.
 model: .venv/installed

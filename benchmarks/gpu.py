@@ -34,7 +34,7 @@ READOUTS: dict[str, es.Readout] = {
 }  # fmt: skip
 MORE: dict[str, es.Readout] = {
     "rows": es.Rows([3]), "share": es.Share(es.window(2, 0)), "distance": es.Distance(), "pool": es.Pool(16),
-    "diagonal": es.Diagonal(-1), "top": es.TopK(3),
+    "diagonal": es.Diagonal(-1), "top": es.TopK(3), "scores": es.Scores(),
 }  # fmt: skip
 
 
@@ -163,6 +163,11 @@ def _both(call: Callable[[], Any], leaves: list[Tensor]) -> None:
 
 
 def main() -> None:
+    if not SMOKE and not torch.cuda.is_available():
+        sys.exit(
+            "PyTorch sees no GPU here; the correctness alone, on small problems, needs none: "
+            "TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke"
+        )
     torch.manual_seed(0)
     over = correctness()
     print(f"correctness: {over} results over their budgets")

@@ -64,4 +64,6 @@ def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts:
 
 
 def _size(n: int) -> str:
+    if n < 1e3:
+        return f"{n} bytes"
     return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB" if n >= 1e5 else f"{n / 1e3:.1f} KB"

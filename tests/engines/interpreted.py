@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Case
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import einsight as es
 from einsight.engines import torch_flash, triton
@@ -156,6 +157,32 @@ def test_more_shares_than_the_forward_sums() -> None:
         torch.testing.assert_close(share, (W.dense() * on).sum(-1))
 
 
+@pytest.mark.parametrize(
+    "others", [(), (es.LogSumExp(),), (es.Entropy(), es.MaxScore()), (es.Diagonal(-1),), (es.Weights(),)]
+)
+def test_scores_with_and_without_weights(others: tuple[es.Readout, ...]) -> None:
+    """Scores are made without what the first pass saves for weights, which may not be there."""
+    q, k, v = draw(2, 4, 19, 5), draw(2, 2, 23, 5, seed=1), draw(2, 2, 23, 7, seed=2)
+    asked = (es.Scores(), *others)
+    (_, got), (_, right) = (
+        es.attention(q, k, v, es.causal(), offset=3, readouts=asked, engine=engine)
+        for engine in ("triton", "reference")
+    )
+    for x, y in zip(got, right, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("readout", [es.Rows([]), es.Received([]), es.Received([], mean=True), es.TopK(2, queries=[])])
+def test_readouts_of_no_queries(readout: es.Readout) -> None:
+    q, k, v = draw(2, 4, 19, 5), draw(2, 2, 23, 5, seed=1), draw(2, 2, 23, 7, seed=2)
+    (_, got), (_, right) = (
+        es.attention(q, k, v, es.causal(), offset=3, readouts=readout, engine=engine)
+        for engine in ("triton", "reference")
+    )
+    for x, y in zip(tree_leaves(got), tree_leaves(right), strict=True):
+        assert x.shape == y.shape and torch.equal(x.float(), y.float())
+
+
 def test_output_by_flash() -> None:
     q, k, v = (draw(1, 2, 19, 8, seed=n, dtype=torch.bfloat16) for n in range(3))
     asked = [es.Received(), es.Rows([-1]), es.LogSumExp()]
@@ -173,6 +200,14 @@ def test_output_by_flash() -> None:
     v[0, 0, 18] = torch.nan  # which every query but the last doesn't see
     output, _ = es.attention(q, k, v, es.causal(), readouts=asked, engine="torch_flash")
     assert bool(output[:, :, :18].isfinite().all()) and bool(output[0, 0, 18].isnan().all())
+
+
+def test_what_it_holds() -> None:
+    """Two int32 ends of each query's interval; two float32 of each row where weights are made."""
+    q, k, v = (draw(2, 3, 5, 8, seed=n) for n in range(3))
+    for readout, right in ((es.Entropy(), 8 * 5), (es.Received(), 8 * 5 + 8 * 2 * 3 * 5)):
+        plan = es.plan(q, k, v, es.causal(), readouts=readout, engine="triton")
+        assert plan.holds == right and f"about {right} bytes beside" in str(plan)
 
 
 def test_what_flash_refuses() -> None:

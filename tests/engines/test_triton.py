@@ -48,6 +48,12 @@ def test_kernels_compile_and_spill_nothing(arch: str) -> None:
     assert done.returncode == 0 and "0 faults" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_says_that_there_is_no_gpu() -> None:
+    done = run(["benchmarks/gpu.py"])
+    assert done.returncode == 1 and done.stderr.startswith("PyTorch sees no GPU here; the correctness alone")
+
+
 def test_it_is_for_gpus() -> None:
     q, k, v = (draw(1, 1, 3, 4, seed=n) for n in range(3))
     problem = pose(q, k, v, readouts=(es.Received(),))

@@ -274,13 +274,29 @@ def test_cross_attention_with_grouped_heads() -> None:
     assert output.shape == (2, 3, 30) and weights.shape == (2, 6, 3, 11) and (weights[1, ..., 4:] == 0).all()
 
 
+@pytest.mark.parametrize("offset", [0, 3, torch.tensor([2, 6])])
+def test_cross_attention_where_queries_stand(offset: int | Tensor) -> None:
+    layer = MultiHeadAttention(30, 6, mask=es.window(2, 1))
+    x, context = draw(2, 5, 30), draw(2, 11, 30, seed=1)
+    _, weights = layer(x, context, offset=offset, readouts=es.Weights())
+    places = torch.arange(5) + torch.as_tensor(offset).reshape(-1, 1)
+    away = torch.arange(11) - places[..., None]
+    seen = (away >= -2) & (away <= 1)
+    assert torch.equal(weights > 0, seen[:, None].expand(2, 6, 5, 11))
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
         ((33, 5), {}, "embed_dim=33 is not divisible by num_heads=5.*head_dim=6"),
-        ((30, 6), {"num_kv_heads": 4}, "num_heads must be a multiple of num_kv_heads, .* not 6 and 4"),
+        ((30, 6), {"num_kv_heads": 4}, "num_heads must be a multiple of num_kv_heads, not 6 and 4"),
         ((33, 3), {"rotary": RotaryEmbedding(12)}, r"rotary turns 12 dimensions, but heads have 11 .*Embedding\(10\)"),
         ((33, 3), {"dropout": 1.0}, r"dropout must be a probability in \[0, 1\), not 1.0"),
+        ((33, 3.0), {}, r"num_heads must be a positive int, not 3\.0"),
+        ((33, 3), {"head_dim": 0}, "head_dim must be a positive int, not 0"),
+        ((33, 3), {"proj_bias": "kv"}, "proj_bias must be True, False or 'qkv', not 'kv'"),
+        ((33, 3), {"qk_norm": True}, r"qk_norm \(the epsilon .*\) must be a positive number, not True"),
+        ((33, 3), {"softcap": -1.0}, r"softcap must be a positive number, not -1\.0"),
     ],
 )
 def test_settings_refused(arguments: tuple, settings: dict, message: str) -> None:
@@ -313,5 +329,9 @@ def test_inputs_refused() -> None:
         rotary(draw(1, 5, 33), draw(1, 5, 33))
     with refused(ValueError, r"this layer attends to a context \[b, length, 17\]"):
         MultiHeadAttention.from_torch(theirs(kdim=17, vdim=17))(draw(1, 5, 33))
-    with refused(ValueError, r"offset is needed: .* 5 queries but 7 keys"):
+    with refused(ValueError, r"offset is needed: .* 5 queries but 7 keys. offset=2"):
         MultiHeadAttention(33, 3, mask=es.causal())(draw(1, 5, 33), draw(1, 7, 33))
+    with refused(ValueError, "offset says where x stands in a context; without one x stands where its cache ends"):
+        layer(draw(1, 5, 33), offset=2)
+    with refused(TypeError, r"rotary must be a RotaryEmbedding, such as RotaryEmbedding\(11\), not True"):
+        MultiHeadAttention(33, 3, rotary=True)

@@ -78,7 +78,7 @@ def test_full() -> None:
 
 def test_refusals() -> None:
     cache = KVCache(1, 2, 4, 3)
-    with refused(ValueError, r"\[b, g, i, d\] = \[1, 2, i, 3\], but key is \[1, 1, 2, 3\]"):
+    with refused(ValueError, r"\[b, g, i, d\] = \[1, 2, i, 3\], but these are \[1, 1, 2, 3\]"):
         cache.append(draw(1, 1, 2, 3), draw(1, 1, 2, 3))
     with refused(ValueError, r"holds torch\.float32 on cpu, but key is torch\.float64"):
         cache.append(draw(1, 2, 2, 3).double(), draw(1, 2, 2, 3).double())
@@ -88,8 +88,34 @@ def test_refusals() -> None:
         cache.trim(2)
     with refused(ValueError, "trim takes one length for each of the 1 items, not 2"):
         cache.trim([0, 0])
+    for lengths in ([1.9], 1.0, True, "1", None):
+        with refused(TypeError, "trim takes an int, or one for each item, not "):
+            cache.trim(lengths)
+    with refused(ValueError, r"one shape \[b, g, i, d\], but key is \[1, 2, 2, 3\] and value \[1, 2, 1, 3\]"):
+        cache.append(draw(1, 2, 2, 3), draw(1, 2, 1, 3))
     with refused(ValueError, "KVCache's capacity must be a positive int, not 0"):
         KVCache(1, 2, 0, 3)
+
+
+def test_lengths_of_any_kind() -> None:
+    cache = KVCache(2, 1, 4, 3)
+    cache.append(draw(2, 1, 3, 3), draw(2, 1, 3, 3))
+    for lengths, right in (([3, 2], (3, 2)), (torch.tensor([2, 2]), (2, 2)), (torch.tensor(2), (2, 2)), (0, (0, 0))):
+        cache.trim(lengths)
+        assert cache.lengths == right and all(type(n) is int for n in cache.lengths)
+
+
+def test_autocast() -> None:
+    """A cache made outside holds float32, of which autocast's attention makes bfloat16 again: the same bits."""
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(22, 2, rotary=RotaryEmbedding(6), mask=es.causal(), qk_norm=1e-6)
+    x = draw(2, 5, 22)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = layer(x)
+        for dtype in (torch.float32, torch.bfloat16):
+            cache = KVCache(2, 2, 5, 11, dtype=dtype)
+            parts = torch.cat([layer(x[:, :3], cache=cache), layer(x[:, 3:], cache=cache)], 1)
+            assert parts.dtype == torch.bfloat16 and torch.equal(parts, whole)
 
 
 def test_inference_mode() -> None:

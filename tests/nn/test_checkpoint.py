@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from nn.helpers import close, decoder, refused, tokens
+from torch import Tensor
 
 from einsight.nn import Decoder
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+load_file, save_file = safetensors.load_file, safetensors.save_file
+
+UP = "model.layers.0.mlp.up_proj.weight"
 
 LLAMA = {
     "vocab_size": 53, "hidden_size": 20, "intermediate_size": 31, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -132,6 +139,20 @@ def change(folder: Path, **changes: Any) -> None:
             {"max_window_layers": 1, "layer_types": None},
             "some layers have a sliding window and some have none",
         ),
+        ("llama", {"rope_parameters": "linear"}, "rope_parameters must be an object, not 'linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_parameters and rope_scaling say different things"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": None}},
+            r"config\.json: RotaryEmbedding's base must be a positive",
+        ),
+        ("llama", {"rope_parameters": {**ROPE, "factor": "8"}}, r"json: Llama3Scaling's factor must be a positive"),
+        ("llama", {"hidden_size": "20"}, r"config\.json: embed_dim must be a positive int, not '20'"),
+        (
+            "llama",
+            {"num_attention_heads": 3, "head_dim": None},
+            r"config\.json: embed_dim=20 is not divisible by num_heads=3",
+        ),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ],
@@ -139,6 +160,98 @@ def change(folder: Path, **changes: Any) -> None:
 def test_another_shape_or_family(family: str, changes: dict, message: str, tmp_path: Path) -> None:
     save(tmp_path, family)
     change(tmp_path, **changes)
+    with refused(ValueError, message):
+        Decoder.from_pretrained(tmp_path)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change({name: tensor.clone() for name, tensor in load_file(path).items()}), path)
+
+
+def test_a_head_of_its_own_where_config_json_says_it_is_tied(tmp_path: Path) -> None:
+    """transformers unties it then, and so do we; one that is the embedding changes nothing."""
+    save(tmp_path, "llama", tie_word_embeddings=False)
+    change(tmp_path, tie_word_embeddings=True)
+    prompt = tokens(2, 19, vocab=53)
+    ours = Decoder.from_pretrained(tmp_path)
+    assert not ours.config.tied
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        close(ours(prompt), deepcopy(model).double()(prompt).logits, [model(prompt).logits])
+    tied = Decoder(replace(ours.config, tied=True))
+    before = tied.embedding.weight.clone()
+    with refused(ValueError, r"lm_head\.weight differs from the embedding, .* DecoderConfig\(…, tied=False\)"):
+        tied.load_state_dict(model.state_dict())
+    assert torch.equal(before, tied.embedding.weight)
+    rewrite(tmp_path, lambda held: {**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()})
+    ours = Decoder.from_pretrained(tmp_path)
+    assert ours.config.tied and ours.head is None
+
+
+def test_other_names_of_the_same(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    right = Decoder.from_pretrained(tmp_path)
+    change(tmp_path, hidden_act="swish")
+    rewrite(tmp_path, lambda held: {name.removeprefix("model."): tensor for name, tensor in held.items()})
+    ours = Decoder.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), right.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            lambda held: {**held, "norm.weight": torch.ones(20)},
+            r"model\.norm\.weight and norm\.weight are both the weight",
+        ),
+        (
+            lambda held: {**held, UP: held[UP].to(torch.int8)},
+            r"up\.weight is torch\.int8, so the weights are quantised",
+        ),
+        (lambda held: {**held, UP: held[UP].to(torch.float8_e4m3fn)}, "float8_e4m3fn, so the weights are quantised"),
+        (lambda held: {n: t for n, t in held.items() if "embed" not in n}, r"missing: embedding\.weight\)"),
+        (lambda held: {**held, "foo": torch.ones(3)}, r"unknown: foo\)"),
+    ],
+)
+def test_weights_refused(changed: Any, message: str, tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    rewrite(tmp_path, changed)
+    with refused(ValueError, message):
+        Decoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int64, torch.float8_e4m3fn, None])
+def test_dtypes_refused(dtype: Any, tmp_path: Path) -> None:
+    with refused(TypeError, r"dtype must be one of torch\.float32, torch\.bfloat16, .*, not "):
+        Decoder.from_pretrained(tmp_path, dtype=dtype)
+
+
+def test_what_happens_to_the_file_later_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    ours = Decoder.from_pretrained(tmp_path)
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        file.write(b"\0" * size)  # cut off, it would end the process
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"index\.json is not JSON"),
+        ("[]", r"index\.json must hold a JSON object, not list"),
+        ("{}", "must say in weight_map which file holds each weight"),
+        ('{"weight_map": {"a": 3}}', "must say in weight_map which file holds each weight"),
+        ('{"weight_map": []}', "must say in weight_map which file holds each weight"),
+    ],
+)
+def test_an_index_that_says_nothing(text: str, message: str, tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(text)
     with refused(ValueError, message):
         Decoder.from_pretrained(tmp_path)
 
@@ -163,6 +276,9 @@ def test_no_model(tmp_path: Path) -> None:
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with refused(ValueError, "is not JSON"):
+        Decoder.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with refused(ValueError, r"config\.json must hold a JSON object, not list"):
         Decoder.from_pretrained(tmp_path)
 
 

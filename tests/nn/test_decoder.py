@@ -10,6 +10,7 @@ import pytest
 import torch
 from nn.helpers import close, decoder, draw, refused, small, tokens
 from torch import Tensor
+from torch.func import functional_call, grad, vmap
 
 import einsight as es
 from einsight.nn import Decoder, FeedForward, Llama3Scaling, MultiHeadAttention, TransformerBlock
@@ -180,11 +181,89 @@ def test_stop() -> None:
         assert torch.equal(row[:end], right[: min(end, got.shape[1])]) and (row[end:] == stop).all()
 
 
+def test_several_stops() -> None:
+    model = decoder()
+    prompts = [[1, 2], [3]]
+    free = model.generate(prompts, 17, temperature=0)
+    stops = [int(free[0, 4]), int(free[1, 6])]
+    got = model.generate(prompts, 17, temperature=0, stop=stops)
+    for row, right in zip(got, free, strict=True):
+        end = int(torch.isin(right, torch.tensor(stops)).nonzero()[0]) + 1
+        assert torch.equal(row[:end], right[:end]) and (row[end:] == stops[0]).all()
+
+
+def test_prompts_of_any_kind() -> None:
+    model = decoder()
+    right = model.generate([[1, 2, 3], [4]], 5, temperature=0)
+    for prompts in ([b"\x01\x02\x03", b"\x04"], [torch.tensor([1, 2, 3]), torch.tensor([4], dtype=torch.int32)],
+                    (range(1, 4), [torch.tensor(4).item()])):  # fmt: skip
+        assert torch.equal(model.generate(prompts, 5, temperature=0), right)
+
+
+def test_a_temperature_next_to_nothing_takes_the_likeliest() -> None:
+    model = decoder()
+    right = model.generate([[1, 2, 3]], 5, temperature=0)
+    for temperature in (1e-30, 1e-40, 1e-320):
+        assert torch.equal(model.generate([[1, 2, 3]], 5, temperature=temperature), right)
+
+
+def test_generation_under_autocast() -> None:
+    model = decoder(qk_norm=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model.generate([[1, 2, 3], [4]], 7, temperature=0)
+        assert model.cache(1, 5)[0]._keys.dtype == torch.bfloat16
+        for prompt, row in zip(([1, 2, 3], [4]), got, strict=True):
+            right = torch.tensor([prompt])
+            with torch.no_grad():
+                for _ in range(7):
+                    right = torch.cat([right, model(right)[:, -1:].argmax(-1)], 1)
+            assert torch.equal(row, right[0, len(prompt) :])
+
+
+def test_no_layer_keeps_tokens_that_another_has_no_room_for() -> None:
+    model, prompt = decoder(), tokens(1, 5, vocab=53)
+    cache = model.cache(1, 7)
+    cache[1] = es.nn.KVCache(1, 2, 4, 10)
+    with refused(ValueError, "the cache is full: it has room for 4 tokens and holds 0, so 5"), torch.no_grad():
+        model(prompt, cache=cache)
+    assert cache[0].lengths == cache[1].lengths == (0,)
+    cache = model.cache(1, 7)
+    with torch.no_grad():
+        model(prompt, cache=cache)
+    cache[1].trim(3)
+    with refused(ValueError, r"hold the same tokens, but layer 0's hold \(5,\) and layer 1's \(3,\)"):
+        model(prompt[:, :1], cache=cache)
+
+
+def test_gradients_of_each_sample() -> None:
+    model, rows = decoder(), tokens(3, 7, vocab=53)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(model, parameters, (row[None],)).logsumexp(-1).sum()
+
+    got = vmap(grad(loss), (None, 0))(parameters, rows)
+    for n, row in enumerate(rows):
+        right = torch.autograd.grad(loss(parameters, row), list(parameters.values()))
+        for gradient, exact in zip(got.values(), right, strict=True):
+            torch.testing.assert_close(gradient[n], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_on_the_meta_device_it_can_only_be_made() -> None:
+    with torch.device("meta"):
+        model = Decoder(small())
+    with refused(TypeError, "query must be a dense tensor .* that holds numbers, but it is on the meta device"):
+        model(torch.zeros(2, 5, dtype=torch.int64, device="meta"))
+
+
 def test_training_mode_is_left_as_it_was() -> None:
     model = decoder(dropout=0.5).train()
     assert torch.equal(model.generate([[1, 2]], 5, temperature=0), model.eval().generate([[1, 2]], 5, temperature=0))
-    model.train().generate([[1]], 0)
-    assert model.training
+    model.train()
+    model.blocks[0].eval()
+    model.generate([[1]], 0)
+    assert model.training and model.blocks[1].feed_forward.training
+    assert not any(module.training for module in model.blocks[0].modules())
     assert model.generate([[1]], 0).shape == (1, 0)
 
 
@@ -213,19 +292,38 @@ def test_inputs_refused() -> None:
         model(torch.zeros(3, dtype=torch.int64))
     with refused(ValueError, "tokens go from 0 to 53, but the vocabulary from 0 to 52"):
         model(torch.tensor([[0, 53]]))
-    with refused(ValueError, "cache must hold one KVCache for each of the 2 layers, not 1"):
-        model(torch.tensor([[0]]), cache=model.cache(1, 5)[:1])
+    for cache in (model.cache(1, 5)[:1], model.cache(1, 5)[:1] * 2):
+        with refused(ValueError, "cache must hold one KVCache for each of the 2 layers, not 1"):
+            model(torch.tensor([[0]]), cache=cache)
+    with refused(TypeError, r"a list of KVCaches, one for each layer, as cache\(\) makes it, not KVCache\(b=1"):
+        model(torch.tensor([[0]]), cache=model.cache(1, 5)[0])
     with refused(ValueError, "stands at position 37, but LearnedPositions has 37 positions"):
         model(torch.zeros(1, 38, dtype=torch.int64))
     with refused(ValueError, "one is empty"):
         model.generate([[1], []], 3)
-    with refused(TypeError, "a list of prompts, each a list of ints"):
-        model.generate([1, 2], 3)
+    for prompts in ([1, 2], [[1.9, 2.7]], [[True]], [["a"]], [torch.tensor([1.9])], [[[1]]], [torch.tensor([[1]])]):
+        with refused(TypeError, "a list of prompts, each a list of ints, but one is "):
+            model.generate(prompts, 3)
+    with refused(TypeError, "each a list of ints, but one is 'ab'; turn text into tokens first"):
+        model.generate(["ab"], 3)
+    for prompts in ("ab", b"ab", 3):
+        with refused(TypeError, f"each a list of ints, not {prompts!r}"):
+            model.generate(prompts, 3)
+    for prompts in ([], torch.zeros(0, 3, dtype=torch.int64)):
+        with refused(ValueError, "generate continues prompts, but there is none"):
+            model.generate(prompts, 3)
+    with refused(ValueError, "stands at position 37, but LearnedPositions has 37 positions"):
+        model.generate([[1, 2, 3]], 36)
     with refused(ValueError, "tokens go from 1 to 53"):
         model.generate([[1, 53]], 3)
     for settings, message in (
         ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": "a"}, "temperature must be 0"),
         ({"top_p": 0.0}, r"top_p must be a probability in \(0, 1\]"),
+        ({"seed": 1.5}, r"seed must be an int, or None, not 1\.5"),
+        ({"stop": 53}, "stop must be a token from 0 to 52, or several, not 53"),
+        ({"stop": []}, r"stop must be a token from 0 to 52, or several, not \[\]"),
+        ({"stop": [1, 2.0]}, r"stop must be a token from 0 to 52, or several, not \[1, 2\.0\]"),
     ):
         with refused(ValueError, message):
             model.generate([[1]], 3, **settings)
@@ -265,7 +363,17 @@ import torch, einsight as es
 model = es.nn.Decoder(es.nn.DecoderConfig(53, 20, 2, 2, 31)).eval()
 tokens = torch.randint(53, (2, 13))
 with torch.no_grad():
-    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(tokens), model(tokens))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(tokens), model(tokens))
+    steps = []
+    for run in (model, compiled):  # items of different lengths
+        cache = model.cache(2, 13)
+        run(tokens[:, :7], cache=cache)
+        for layer in cache:
+            layer.trim([7, 4])
+        steps.append(run(tokens[:, 7:9], cache=cache))
+    assert torch.equal(*steps)
+assert torch.equal(torch.export.export(model, (tokens,), strict=False).module()(tokens), model(tokens))
 """
     # In a process of its own: the checks of signatures in the tests can't be traced.
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

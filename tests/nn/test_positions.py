@@ -8,6 +8,7 @@ import pytest
 import torch
 from nn.helpers import draw, refused
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from einsight.nn import LearnedPositions, Llama3Scaling, RotaryEmbedding, SinusoidalPositions
 
@@ -76,10 +77,23 @@ def test_llama_3_as_transformers_has_it() -> None:
     )  # fmt: skip
     cos, sin = LlamaRotaryEmbedding(config)(torch.empty(1), torch.arange(4000)[None])
     rotary = RotaryEmbedding(128, base=500000.0, scaling=Llama3Scaling())
-    ours_cos, ours_sin = rotary._angles(0, 4000, torch.device("cpu"))
+    ours_cos, ours_sin = (angles[:, 64:] for angles in rotary._angles(0, torch.empty(1, 1, 4000, 128)))
     # A frequency may differ by some roundings, and the angle by as many times the position.
     tolerance = 4 * 4000 * torch.finfo(torch.float32).eps
     assert (ours_cos - cos[0, :, :64]).abs().max() <= tolerance and (ours_sin - sin[0, :, :64]).abs().max() <= tolerance
+
+
+def test_without_looking_at_numbers_the_angles_are_the_same() -> None:
+    """torch.func and fakes leave no table behind, and get what the table holds."""
+    x, offset = draw(3, 2, 5, 6), torch.tensor([0, 2000, 7])
+    rotary = RotaryEmbedding(6)
+    with FakeTensorMode() as mode:
+        assert rotary(mode.from_tensor(x), mode.from_tensor(offset)).shape == x.shape
+    assert torch.equal(torch.vmap(rotary, (1, None), 1)(x[:, :, None], offset)[:, :, 0], rotary(x, offset))
+    assert RotaryEmbedding(6)(x.to("meta"), 3).is_meta
+    with torch.inference_mode():
+        rotary(x, 5)
+    rotary(x.requires_grad_(), 5).sum().backward()
 
 
 def test_sinusoidal() -> None:
@@ -103,6 +117,26 @@ def test_refusals() -> None:
         RotaryEmbedding(6)(draw(1, 2, 3, 5))
     with refused(ValueError, "stands at position -1; positions start at 0"):
         RotaryEmbedding(6)(draw(1, 2, 3, 6), -1)
+    for offset in (1.5, None, True, torch.tensor([1.5, 2.0]), torch.tensor([True, False])):
+        with refused(TypeError, r"RotaryEmbedding: offset must be an int or an int tensor \[b\], not "):
+            RotaryEmbedding(6)(draw(2, 2, 3, 6), offset)
+    with refused(ValueError, "offset has 3 places, but there are 2 batch items"):
+        RotaryEmbedding(6)(draw(2, 2, 3, 6), torch.tensor([1, 2, 3]))
+    for base in (0, -3.0, float("nan"), None):
+        with refused(ValueError, "RotaryEmbedding's base must be a positive number, not "):
+            RotaryEmbedding(6, base=base)
+    with refused(TypeError, "scaling must be a Llama3Scaling, not int"):
+        RotaryEmbedding(6, scaling=8)
+    with refused(ValueError, "Llama3Scaling's factor must be a positive number, not 0"):
+        Llama3Scaling(0)
+    with refused(ValueError, "low_freq_factor must be smaller than high_freq_factor, not 4.0 and 4.0"):
+        Llama3Scaling(8.0, 4.0)
+    with refused(ValueError, "LearnedPositions: a token stands at position -2; positions start at 0"):
+        LearnedPositions(7, 3)(3, -2)
+    with refused(ValueError, "SinusoidalPositions: a token stands at position -3; positions start at 0"):
+        SinusoidalPositions(6)(3, torch.tensor([-3, 2]))
+    with refused(ValueError, "LearnedPositions' length must be a positive int, not 0"):
+        LearnedPositions(0, 3)
     with refused(ValueError, r"stands at position 7, but LearnedPositions has 7 positions \(0 to 6\)"):
         LearnedPositions(7, 3)(3, 5)
     with refused(ValueError, "embed_dim must be even, not 5"):

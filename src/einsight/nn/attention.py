@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import einsight as es
 from einsight.nn.cache import KVCache
+from einsight.nn.checks import count, positive
 from einsight.nn.positions import RotaryEmbedding
 
 
@@ -60,17 +61,26 @@ class MultiHeadAttention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, both at least 1, not {num_heads} and {num_kv_heads}"
-            )
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            count(name, size)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, not {num_heads} and {num_kv_heads}")
         if head_dim is None:
-            if embed_dim < 1 or embed_dim % num_heads:
+            if embed_dim % num_heads:
                 raise ValueError(
                     f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: choose another, or say how "
                     f"large a head is, such as head_dim={max(embed_dim // num_heads, 1)}"
                 )
             head_dim = embed_dim // num_heads
+        count("head_dim", head_dim)
+        if not isinstance(proj_bias, bool) and proj_bias != "qkv":
+            raise ValueError(f"proj_bias must be True, False or 'qkv', not {proj_bias!r}")
+        if qk_norm is not None:
+            positive("qk_norm (the epsilon of the norm, such as 1e-6)", qk_norm)
+        if softcap is not None:
+            positive("softcap", softcap)
+        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
+            raise TypeError(f"rotary must be a RotaryEmbedding, such as RotaryEmbedding({head_dim}), not {rotary!r}")
         if rotary is not None and rotary.dim > head_dim:
             odd = "; RotaryEmbedding needs an even number of them" if head_dim % 2 else ""
             raise ValueError(
@@ -99,6 +109,7 @@ class MultiHeadAttention(nn.Module):
         mask: es.Mask | None = None,
         bias: es.Bias | Float[Tensor, ...] | None = None,
         cache: KVCache | None = None,
+        offset: int | Int[Tensor, " b"] | None = None,
         readouts: Any = None,
     ) -> Any:
         """Attend from x to itself, or to a context.
@@ -110,28 +121,33 @@ class MultiHeadAttention(nn.Module):
             bias: added to the scores, see `einsight.attention`.
             cache: earlier keys and values, to which x's are appended. Masks, biases and readouts then speak of all
                 keys in the cache, and the queries are the last ones.
+            offset: where x's first token stands among the context's keys, for a mask or a bias that asks for it, see
+                `einsight.attention`. Without a context that is known.
             readouts: what to know of the weights, as `einsight.attention` takes it.
 
         Returns:
             The output [b, i, m]; with `readouts`, (output, results).
 
         Raises:
-            ValueError: shapes that don't fit, a full cache, a cache or rotary positions together with a context.
+            ValueError: shapes that don't fit, a full cache, a cache or rotary positions together with a context, an
+                offset without one.
         """
-        self._check(x, context, cache)
+        self._check(x, context, cache, offset)
         source = x if context is None else context
         query = rearrange(self.query(x), "b i (h d) -> b h i d", h=self.num_heads)
         key = rearrange(self.key(source), "b j (g d) -> b g j d", g=self.num_kv_heads)
         value = rearrange(self.value(source), "b j (g d) -> b g j d", g=self.num_kv_heads)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        offset = 0 if cache is None else cache.offset
+            # Autocast leaves norms as they are, and PyTorch's fused ones want one dtype.
+            kind = self.query_norm.weight.dtype
+            query, key = self.query_norm(query.to(kind)), self.key_norm(key.to(kind))
+        place = 0 if cache is None else cache.offset
         if self.rotary is not None:
-            query, key = self.rotary(query, offset), self.rotary(key, offset)
+            query, key = self.rotary(query, place), self.rotary(key, place)
         mask = _both(self.mask, mask)
         if cache is not None:
             key, value = cache.append(key, value)
-            if not isinstance(offset, int):
+            if not isinstance(place, int) and not _sees_nothing_later(mask):
                 mask = _both(mask, es.lengths(cache.lengths))
         attended = es.attention(
             query,
@@ -141,8 +157,7 @@ class MultiHeadAttention(nn.Module):
             softcap=self.softcap,
             bias=bias,
             sink=self.sink,
-            # Only the caller can know where queries stand in a context.
-            offset=offset if context is None else None,
+            offset=place if context is None else offset,
             dropout=self.dropout if self.training else 0.0,
             readouts=readouts,
         )
@@ -150,7 +165,7 @@ class MultiHeadAttention(nn.Module):
         output = self.out(rearrange(output, "b h i d -> b i (h d)"))
         return output if readouts is None else (output, seen)
 
-    def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
+    def _check(self, x: Any, context: Any, cache: KVCache | None, offset: Any) -> None:
         for name, tensor, size in (("x", x, self.embed_dim), ("context", context, self.key.in_features)):
             if tensor is None:
                 continue
@@ -162,6 +177,10 @@ class MultiHeadAttention(nn.Module):
         if context is None:
             if self.key.in_features != self.embed_dim:
                 raise ValueError(f"this layer attends to a context [b, length, {self.key.in_features}]: give context=")
+            if offset is not None:
+                raise ValueError(
+                    "offset says where x stands in a context; without one x stands where its cache ends, or at 0"
+                )
             return
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"context has {context.shape[0]} batch items but x has {x.shape[0]}")
@@ -226,6 +245,12 @@ def _both(one: es.Mask | None, other: es.Mask | None) -> es.Mask | None:
     if one is None or other is None:
         return one if other is None else other
     return one & other
+
+
+def _sees_nothing_later(mask: es.Mask | None) -> bool:
+    """Whether no query may see a key behind its own position, whatever else it may see."""
+    ahead = () if mask is None else (factor.ahead() for factor in mask.factors())
+    return any(end is not None and end[1] is not None and end[1] <= 1 for end in ahead)
 
 
 def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:

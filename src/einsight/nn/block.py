@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import einsight as es
 from einsight.nn.attention import MultiHeadAttention
 from einsight.nn.cache import KVCache
+from einsight.nn.checks import one_of
 
 Norm = Literal["rms", "layer"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -99,9 +100,3 @@ def make_norm(norm: Norm, dim: int, eps: float) -> nn.Module:
     """An RMSNorm or a LayerNorm."""
     one_of("norm", norm, get_args(Norm))
     return nn.RMSNorm(dim, eps) if norm == "rms" else nn.LayerNorm(dim, eps)
-
-
-def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse a value that is none of those known."""
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")

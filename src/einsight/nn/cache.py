@@ -9,6 +9,9 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from einsight.nn.checks import count, is_int
+from einsight.problem import is_autocast
+
 
 class KVCache:
     """The keys and values that one attention layer has computed so far, for a batch of sequences.
@@ -16,7 +19,8 @@ class KVCache:
     The memory is allocated once; `append` writes in place. Items may differ in length: item n holds
     `lengths[n]` tokens, and its next token is written right after them. For prompts of different lengths pad
     them on the right, run them, and `trim` the cache to the real lengths: what the padding wrote is never seen
-    and is overwritten by the next tokens.
+    and is overwritten by the next tokens. `trim(0)` empties it for the next batch; it stays in the dtype and on the
+    device it was made for.
 
     Arguments:
         batch: how many sequences.
@@ -47,8 +51,7 @@ class KVCache:
     ):
         shape = (batch, num_kv_heads, capacity, head_dim)
         for name, size in zip(("batch", "num_kv_heads", "capacity", "head_dim"), shape, strict=True):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"KVCache's {name} must be a positive int, not {size!r}")
+            count(f"KVCache's {name}", size)
         # Zeros, not empty: what was never written is hidden, but needn't be NaN either.
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
@@ -82,40 +85,60 @@ class KVCache:
             ValueError: the cache is full (nothing is written), or is for other shapes, or gradients are wanted.
         """
         self._check(key, value)
+        # Under autocast some layers compute in half precision and some not.
+        key, value = key.to(self._keys.dtype), value.to(self._keys.dtype)
         i = key.shape[2]
         offset = self.offset
         if isinstance(offset, int):
             self._keys[:, :, offset : offset + i] = key
             self._values[:, :, offset : offset + i] = value
         else:
-            items = torch.arange(len(offset)).unsqueeze(1).to(key.device)
-            places = (offset.unsqueeze(1) + torch.arange(i)).to(key.device)
-            self._keys[items, :, places] = rearrange(key, "b g i d -> b i g d")
-            self._values[items, :, places] = rearrange(value, "b g i d -> b i g d")
+            places = rearrange(offset.unsqueeze(1) + torch.arange(i), "b i -> b 1 i 1").to(key.device).expand_as(key)
+            self._keys.scatter_(2, places, key)
+            self._values.scatter_(2, places, value)
         self._lengths = [n + i for n in self._lengths]
         longest = max(self._lengths)
         return self._keys[:, :, :longest], self._values[:, :, :longest]
 
-    def trim(self, lengths: int | Sequence[int]) -> None:
-        """Forget all but the first `lengths` tokens (one number, or one for each item).
+    def trim(self, lengths: int | Sequence[int] | Int[Tensor, ...]) -> None:
+        """Forget all but the first `lengths` tokens (one number, or one for each item); `trim(0)` empties the cache.
 
-        Raises ValueError if an item doesn't hold as many.
+        Raises:
+            TypeError: lengths that aren't ints.
+            ValueError: an item doesn't hold as many, or there isn't one length for each.
         """
-        wanted = [lengths] * len(self._lengths) if isinstance(lengths, int) else [int(n) for n in lengths]
+        given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        wanted = list(given) if isinstance(given, Sequence) else [given] * len(self._lengths)
+        if not all(is_int(n) for n in wanted):
+            raise TypeError(f"trim takes an int, or one for each item, not {lengths!r}")
         if len(wanted) != len(self._lengths):
             raise ValueError(f"trim takes one length for each of the {len(self._lengths)} items, not {len(wanted)}")
         if any(not 0 <= n <= held for n, held in zip(wanted, self._lengths, strict=True)):
             raise ValueError(f"trim can only shorten: the items hold {self._lengths} tokens, not {wanted}")
-        self._lengths = wanted
+        self._lengths = [int(n) for n in wanted]
+
+    def check(self, b: int, g: int, i: int, d: int) -> None:
+        """Refuse keys and values [b, g, i, d] that it isn't for, or has no room for."""
+        items, heads, capacity, size = self._keys.shape
+        if (b, g, d) != (items, heads, size):
+            raise ValueError(
+                f"the cache is for keys and values [b, g, i, d] = [{items}, {heads}, i, {size}], but these are "
+                f"[{b}, {g}, {i}, {d}]"
+            )
+        if max(self._lengths) + i > capacity:
+            raise ValueError(
+                f"the cache is full: it has room for {capacity} tokens and holds {max(self._lengths)}, so {i} more "
+                "don't fit; make it larger, or trim it"
+            )
 
     def _check(self, key: Tensor, value: Tensor) -> None:
-        b, g, capacity, d = self._keys.shape
-        if key.shape != value.shape or key.ndim != 4 or (key.shape[0], key.shape[1], key.shape[3]) != (b, g, d):
+        if key.shape != value.shape or key.ndim != 4:
             raise ValueError(
-                f"the cache is for keys and values [b, g, i, d] = [{b}, {g}, i, {d}], but key is {list(key.shape)} "
-                f"and value {list(value.shape)}"
+                f"key and value must have one shape [b, g, i, d], but key is {list(key.shape)} and value "
+                f"{list(value.shape)}"
             )
-        if key.dtype != self._keys.dtype or key.device != self._keys.device:
+        self.check(*key.shape)
+        if key.device != self._keys.device or (key.dtype != self._keys.dtype and not is_autocast(key.device.type)):
             raise ValueError(
                 f"the cache holds {self._keys.dtype} on {self._keys.device}, but key is {key.dtype} on {key.device}: "
                 "make it with KVCache(…, dtype=…, device=…)"
@@ -124,11 +147,6 @@ class KVCache:
             raise ValueError(
                 "a cache is written in place and can't be trained through: call the model under torch.no_grad(), or "
                 "without a cache"
-            )
-        if max(self._lengths) + key.shape[2] > capacity:
-            raise ValueError(
-                f"the cache is full: it has room for {capacity} tokens and holds {max(self._lengths)}, so "
-                f"{key.shape[2]} more don't fit; make it larger, or trim it"
             )
 
     def __repr__(self) -> str:

@@ -7,18 +7,18 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from einsight.nn.positions import Llama3Scaling
 
-# What a name of theirs begins with or holds, and ours in its place; the first table whose first name occurs counts.
+# What a name of theirs begins with or holds, and ours in its place.
 LLAMA = {
-    r"^model\.embed_tokens\.": "embedding.",
-    r"^model\.layers\.": "blocks.",
-    r"^model\.norm\.": "norm.",
+    r"^(model\.)?embed_tokens\.": "embedding.",
+    r"^(model\.)?layers\.": "blocks.",
+    r"^(model\.)?norm\.": "norm.",
     r"^lm_head\.": "head.",
     r"\.input_layernorm\.": ".attention_norm.",
     r"\.post_attention_layernorm\.": ".feed_forward_norm.",
@@ -42,22 +42,32 @@ GPT2 = {
     r"\.mlp\.c_fc\.": ".feed_forward.up.",
     r"\.mlp\.c_proj\.": ".feed_forward.down.",
 }
+# Who holds one of these names its weights so.
+SIGNS = {r"^(model\.)?(embed_tokens|layers)\.|^model\.norm\.": LLAMA, r"^(transformer\.)?(wte|wpe|h|ln_f)\.": GPT2}
 # GPT-2 wrote its causal mask into old checkpoints.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NO_WEIGHT = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 
 
 def adapted(state: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """Weights under our names, whether they came under ours or Hugging Face's."""
-    table = next((t for t in (LLAMA, GPT2) if any(re.search(next(iter(t)), name) for name in state)), None)
+    """Weights under our names, whether they came under ours or Hugging Face's. A head that is tied is left out.
+
+    Raises ValueError where two are one weight of ours, or a head to be tied isn't the embedding.
+    """
+    table = next((t for sign, t in SIGNS.items() if any(re.search(sign, name) for name in state)), None)
     if table is None:
         return state
-    found = {}
+    found: dict[str, Tensor] = {}
+    origins: dict[str, str] = {}
     for name, tensor in state.items():
-        if _NO_WEIGHT.search(name) or (tied and name == "lm_head.weight"):
+        if _NO_WEIGHT.search(name):
             continue
         new = name
         for theirs, ours in table.items():
             new = re.sub(theirs, ours, new)
+        if new in origins:
+            raise ValueError(f"{origins[new]} and {name} are both the weight {new}; only one can be")
+        origins[new] = name
         if table is GPT2 and re.search(r"\.c_\w+\.weight$", name):
             tensor = tensor.mT.contiguous()  # theirs are [in, out]
         if ".attn.c_attn." in name:
@@ -65,7 +75,20 @@ def adapted(state: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
                 found[new.replace(".attn.c_attn.", f".attention.{part}.")] = piece.contiguous()
         else:
             found[new] = tensor
+    if tied and "head.weight" in found:
+        if not is_tied(found):
+            raise ValueError(
+                "lm_head.weight differs from the embedding, but a tied decoder has the embedding for a head: make it "
+                "with DecoderConfig(…, tied=False)"
+            )
+        del found["head.weight"]
     return found
+
+
+def is_tied(weights: dict[str, Tensor]) -> bool:
+    """Whether the head, if there is one, is the embedding."""
+    head, embedding = weights.get("head.weight"), weights.get("embedding.weight")
+    return head is None or head is embedding or (embedding is not None and torch.equal(head, embedding))
 
 
 def adapt(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -97,14 +120,13 @@ def _some(names: list[str]) -> str:
 
 def read(folder: str | os.PathLike[str], dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The settings of a `DecoderConfig`, and the weights under our names."""
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, not {dtype!r}")
     folder = Path(folder).expanduser()
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json, so it isn't a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = _json(path)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type is {family!r}, but Decoder knows {', '.join(map(repr, FAMILIES))}")
@@ -116,7 +138,36 @@ def read(folder: str | os.PathLike[str], dtype: torch.dtype) -> tuple[dict[str, 
         raise ValueError(f"{path} says nothing of {error.args[0]}, which a {family} model needs") from error
     except NotImplementedError as error:
         raise ValueError(f"{path}: {error}, which Decoder doesn't have") from error
-    return settings, adapted({n: t.to(dtype) for n, t in _weights(folder).items()}, settings["tied"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    stored = _weights(folder)
+    try:
+        weights = adapted(stored, tied=False)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    strange = next((name for name, tensor in weights.items() if tensor.dtype not in _DTYPES), None)
+    if strange is not None:
+        raise ValueError(
+            f"{folder}: {strange} is {weights[strange].dtype}, so the weights are quantised, which Decoder can't read; "
+            "take the model's plain weights"
+        )
+    # As transformers does it: a head of its own in the file counts for more than what the configuration says.
+    if settings["tied"] and is_tied(weights):
+        weights.pop("head.weight", None)
+    else:
+        settings["tied"] = False
+    # Copies, since the file is mapped into memory: nothing that happens to it later reaches the model.
+    return settings, {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(found).__name__}")
+    return cast(dict[str, Any], found)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -129,7 +180,10 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if single.is_file():
         files = [single]
     elif index.is_file():
-        files = [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        named: Any = _json(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError(f"{index} must say in weight_map which file holds each weight")
+        files = [folder / Path(name).name for name in sorted(set(named.values()))]
     else:
         raise FileNotFoundError(f"{folder} holds no model.safetensors; weights in pickles (.bin, .pt) are never opened")
     weights: dict[str, Tensor] = {}
@@ -144,7 +198,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _llama(config: dict[str, Any]) -> dict[str, Any]:
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
         raise NotImplementedError(f"hidden_act is {config['hidden_act']!r}")
     base, scaling = _rotary(config)
     return {
@@ -167,7 +221,13 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
 
 def _rotary(config: dict[str, Any]) -> tuple[float, Llama3Scaling | None]:
     # Since transformers 5 all is in rope_parameters; before, the base stood apart.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    for name, rope in given.items():
+        if not isinstance(rope, dict):
+            raise ValueError(f"{name} must be an object, not {rope!r}")
+    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        raise ValueError("rope_parameters and rope_scaling say different things; leave one out")
+    rope = next(iter(given.values()), {})
     base = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) not in (1, None):

@@ -15,10 +15,12 @@ from torch.nn import functional as F
 import einsight as es
 from einsight.nn import checkpoint
 from einsight.nn.attention import MultiHeadAttention
-from einsight.nn.block import Activation, Norm, TransformerBlock, make_norm, one_of
+from einsight.nn.block import Activation, Norm, TransformerBlock, make_norm
 from einsight.nn.cache import KVCache
+from einsight.nn.checks import count, is_int, may_look, one_of, positive
 from einsight.nn.generation import generate
 from einsight.nn.positions import LearnedPositions, Llama3Scaling, RotaryEmbedding, SinusoidalPositions
+from einsight.problem import is_autocast
 
 Positions = Literal["rotary", "learned", "sinusoidal"]
 
@@ -76,11 +78,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "hidden_dim", "max_length"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive int, not {size!r}")
-        if self.window is not None and self.window < 1:
+            count(name, getattr(self, name))
+        if self.window is not None and (not is_int(self.window) or self.window < 1):
             raise ValueError(f"window must be at least 1 (a token sees itself), or None, not {self.window!r}")
+        positive("norm_eps", self.norm_eps)
         one_of("positions", self.positions, get_args(Positions))
 
     def __str__(self) -> str:
@@ -185,24 +186,28 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     def cache(self, batch: int, capacity: int) -> list[KVCache]:
-        """Empty caches for `batch` sequences of up to `capacity` tokens, one for each layer."""
-        config, like = self.config, self.embedding.weight
-        heads = config.num_kv_heads or config.num_heads
-        size = config.head_dim or config.embed_dim // config.num_heads
-        return [
-            KVCache(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
-            for _ in range(config.num_layers)
-        ]
+        """Empty caches for `batch` sequences of up to `capacity` tokens, one for each layer, in the model's dtype, or
+        autocast's where it is at work."""
+        like, (heads, size) = self.embedding.weight, self._cached
+        kind = like.device.type
+        dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else like.dtype
+        return [KVCache(batch, heads, capacity, size, dtype=dtype, device=like.device) for _ in range(len(self.blocks))]
+
+    @property
+    def _cached(self) -> tuple[int, int]:
+        """How many heads of what size a layer's keys and values have."""
+        config = self.config
+        return config.num_kv_heads or config.num_heads, config.head_dim or config.embed_dim // config.num_heads
 
     def generate(
         self,
-        tokens: Int[Tensor, "b i"] | Sequence[Sequence[int]],
+        tokens: Int[Tensor, "b i"] | Sequence[Sequence[int] | Int[Tensor, ...]],
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int | None = None,
-        stop: int | None = None,
+        stop: int | Sequence[int] | None = None,
     ) -> Int[Tensor, "b n"]:
         """Continue prompts, one token at a time, each drawn from the model's distribution.
 
@@ -213,13 +218,15 @@ class Decoder(nn.Module):
             top_p: draw only from the likeliest tokens that together have this probability (nucleus sampling;
                 Holtzman et al. 2020, arXiv:1904.09751).
             seed: makes the draws repeatable.
-            stop: a token that ends a sequence.
+            stop: a token that ends a sequence, or several.
 
         Returns:
-            The new tokens [b, n]; a sequence that has ended is filled up with `stop`.
+            The new tokens [b, n]; a sequence that has ended is filled up with `stop`, of several the
+            first.
 
         Raises:
-            ValueError, TypeError: an empty prompt, tokens outside the vocabulary, settings out of range.
+            ValueError, TypeError: an empty prompt, tokens outside the vocabulary, more of them than there are learned
+                positions, settings out of range. Nothing is computed then.
 
         >>> import einsight as es, torch
         >>> config = es.nn.DecoderConfig(vocab_size=11, embed_dim=12, num_layers=2, num_heads=3, hidden_dim=32)
@@ -234,21 +241,26 @@ class Decoder(nn.Module):
 
         Arguments:
             folder: holds `config.json` and the weights in `.safetensors` files; pickles are never opened.
-            dtype: what the weights are converted to.
+            dtype: what the weights are converted to: float32, bfloat16, float16 or float64. They are copied from the
+                file, which may change afterwards.
 
         Returns:
-            The decoder in eval mode on the CPU.
+            The decoder in eval mode on the CPU. Where the file holds a head that isn't the embedding, `tied` is False
+            whatever `config.json` says, as transformers has it.
 
         Raises:
             FileNotFoundError: the folder has no configuration or no safetensors.
-            ValueError: another family, a feature that this decoder doesn't have, weights that are missing, unknown
-                or of another shape, a file that is corrupt. Nothing is loaded then.
+            ValueError: another family, a feature that this decoder doesn't have, weights that are missing, unknown,
+                quantised, named twice or of another shape, a file that is corrupt. Nothing is loaded then.
+            TypeError: a dtype that isn't one of those.
             ImportError: safetensors is not installed.
         """
         found, state = checkpoint.read(folder, dtype)
-        config = DecoderConfig(**found)
-        with torch.device("meta"):
-            model = cls(config)
+        try:
+            with torch.device("meta"):
+                model = cls(DecoderConfig(**found))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{folder}/config.json: {error}") from error
         checkpoint.check(state, model, folder)
         model.load_state_dict(state, assign=True)
         return model.eval()
@@ -261,14 +273,30 @@ class Decoder(nn.Module):
             way = "; for one sequence write tokens.unsqueeze(0)" if tokens.ndim == 1 else ""
             raise ValueError(f"tokens must have shape [b, i], but have {list(tokens.shape)}{way}")
         # On other devices looking at them would wait for the device.
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        if tokens.device.type == "cpu" and tokens.numel() and may_look(tokens):
             low, high = (int(n) for n in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
                     f"tokens go from {low} to {high}, but the vocabulary from 0 to {self.config.vocab_size - 1}"
                 )
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache must hold one KVCache for each of the {len(self.blocks)} layers, not {len(cache)}")
+        if cache is not None:
+            self._check_cache(tokens, cache)
+
+    def _check_cache(self, tokens: Tensor, cache: Any) -> None:
+        """Before any layer writes: none is to keep tokens that a later one has no room for."""
+        layers = len(self.blocks)
+        if not isinstance(cache, Sequence) or not all(isinstance(layer, KVCache) for layer in cache):
+            raise TypeError(f"cache must be a list of KVCaches, one for each layer, as cache() makes it, not {cache!r}")
+        if len(cache) != layers or len(set(cache)) != layers:
+            raise ValueError(f"cache must hold one KVCache for each of the {layers} layers, not {len(set(cache))}")
+        g, d = self._cached
+        for n, layer in enumerate(cache):
+            layer.check(tokens.shape[0], g, tokens.shape[1], d)
+            if layer.lengths != cache[0].lengths:
+                raise ValueError(
+                    f"the caches must hold the same tokens, but layer 0's hold {cache[0].lengths} and layer {n}'s "
+                    f"{layer.lengths} of each item"
+                )
 
 
 def _block(config: DecoderConfig, rotary: RotaryEmbedding | None, mask: es.Mask) -> TransformerBlock:

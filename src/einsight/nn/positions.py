@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from einsight.nn.checks import count, may_look, positive
+
+Angles = tuple[Tensor, Tensor]
 Offset = int | Tensor  # where token 0 stands: one for all items, or an int tensor [b]
 
 
@@ -29,6 +33,15 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"):
+            positive(f"Llama3Scaling's {name}", getattr(self, name))
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"Llama3Scaling's low_freq_factor must be smaller than high_freq_factor, not {self.low_freq_factor!r} "
+                f"and {self.high_freq_factor!r}"
+            )
 
     def __call__(self, frequencies: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         turns = self.original_length * frequencies / (2 * math.pi)
@@ -70,60 +83,75 @@ class RotaryEmbedding(nn.Module):
                 f"RotaryEmbedding turns pairs of dimensions: dim must be even and at least 2, not {dim!r}; for an odd "
                 "head_dim turn fewer of its dimensions, RotaryEmbedding(head_dim - 1)"
             )
+        positive("RotaryEmbedding's base", base)
+        if scaling is not None and not isinstance(scaling, Llama3Scaling):
+            raise TypeError(f"RotaryEmbedding's scaling must be a Llama3Scaling, not {type(scaling).__name__}")
         self.dim, self.base, self.interleaved, self.scaling = dim, base, interleaved, scaling
         # No buffer: casting the model to half precision must not cast the angles.
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._table: Angles | None = None
+        # The layers of a model share one, and ask the same of it in each step.
+        self._last: tuple[Any, Angles] | None = None
 
     def forward(self, x: Float[Tensor, "b h i d"], offset: Offset = 0) -> Float[Tensor, "b h i d"]:
         """The queries or keys x, turned; token 0 stands at `offset` (an int, or an int tensor [b]).
 
-        Raises ValueError if d is smaller than `dim`, or a position is negative.
+        Raises:
+            ValueError: d is smaller than `dim`, a position is negative, an offset has another length than b.
+            TypeError: an offset that isn't of ints.
         """
         if x.shape[-1] < self.dim:
             raise ValueError(
                 f"RotaryEmbedding({self.dim}) turns {self.dim} dimensions of each head, but x {list(x.shape)} has "
                 f"heads of {x.shape[-1]}"
             )
-        cos, sin = self._angles(offset, x.shape[2], x.device)
-        turned, rest = x[..., : self.dim], x[..., self.dim :]
+        cos, sin = self._angles(offset, x)
+        turned = x if x.shape[-1] == self.dim else x[..., : self.dim]
         if self.interleaved:
-            one, two = turned[..., ::2], turned[..., 1::2]
+            other = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
-            one, two = turned.chunk(2, dim=-1)
-        pairs = one * cos - two * sin, two * cos + one * sin
-        joined = torch.stack(pairs, -1).flatten(-2) if self.interleaved else torch.cat(pairs, -1)
-        joined = joined.to(x.dtype)
-        return torch.cat([joined, rest], -1) if rest.shape[-1] else joined
+            other = turned.roll(self.dim // 2, -1)
+        made = torch.addcmul(turned * cos, other, sin).to(x.dtype)
+        return made if turned is x else torch.cat([made, x[..., self.dim :]], -1)
 
-    def _angles(self, offset: Offset, i: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [b | 1, 1, i, dim / 2]."""
-        first, last = (offset, offset) if isinstance(offset, int) else _range(offset)
-        if first < 0:
-            raise ValueError(f"RotaryEmbedding: a token stands at position {first}; positions start at 0")
-        if self._table is None or len(self._table[0]) < last + i or self._table[0].device != device:
-            self._table = self._computed(max(1024, 1 << (last + i - 1).bit_length()), device)
-        if isinstance(offset, int):
-            return self._table[0][offset : offset + i], self._table[1][offset : offset + i]
-        positions = offset.to(device).reshape(-1, 1) + torch.arange(i, device=device)
-        return self._table[0][positions].unsqueeze(1), self._table[1][positions].unsqueeze(1)
+    def _angles(self, offset: Offset, x: Float[Tensor, "b h i d"]) -> Angles:
+        """What each number and the other of its pair are multiplied by, [#b, 1, i, dim] or [i, dim]."""
+        b, _, i, _ = x.shape
+        places = read_offset("RotaryEmbedding", offset, b)
+        if places is None or not may_look(x):
+            return self._of_positions(_positions(i, offset, x.device).unsqueeze(1))
+        asked = places, i, x.device
+        last = self._last
+        if last is None or last[0] != asked:
+            # Without inference mode, whose tensors could not be used in training later.
+            with torch.inference_mode(False):
+                last = self._last = asked, self._from_table(places, i, x.device)
+        return last[1]
 
-    def _computed(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Without inference mode, whose tensors could not be used in training later.
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            exponents = torch.arange(0, self.dim, 2, device=device).float() / self.dim
-            frequencies = 1 / self.base**exponents
-            if self.scaling is not None:
-                frequencies = self.scaling(frequencies)
-            angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
-            return angles.cos(), angles.sin()
+    def _from_table(self, places: int | tuple[int, ...], i: int, device: torch.device) -> Angles:
+        longest = (places if isinstance(places, int) else max(places, default=0)) + i
+        table = self._table
+        if table is None or len(table[0]) < longest or table[0].device != device:
+            length = max(1024, 1 << (longest - 1).bit_length())
+            table = self._table = self._of_positions(torch.arange(length, device=device))
+        if isinstance(places, int):
+            return table[0][places : places + i], table[1][places : places + i]
+        positions = _positions(i, torch.tensor(places, dtype=torch.int64), device)
+        return table[0][positions].unsqueeze(1), table[1][positions].unsqueeze(1)
+
+    def _of_positions(self, positions: Int[Tensor, "*b i"]) -> Angles:
+        exponents = torch.arange(0, self.dim, 2, device=positions.device).float() / self.dim
+        frequencies = 1 / self.base**exponents
+        if self.scaling is not None:
+            frequencies = self.scaling(frequencies)
+        angles = positions.float().unsqueeze(-1) * frequencies  # a product of matrices would be rounded by autocast
+        cos, sin = angles.cos(), angles.sin()
+        if self.interleaved:
+            return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def extra_repr(self) -> str:
         extra = ", interleaved=True" if self.interleaved else ""
         return f"{self.dim}, base={self.base:g}{extra}" + (f", scaling={self.scaling}" if self.scaling else "")
-
-
-def _range(offset: Int[Tensor, " b"]) -> tuple[int, int]:
-    return (int(offset.min()), int(offset.max())) if offset.numel() else (0, 0)
 
 
 class LearnedPositions(nn.Module):
@@ -140,18 +168,25 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, length: int, embed_dim: int):
         super().__init__()
+        count("LearnedPositions' length", length)
+        count("LearnedPositions' embed_dim", embed_dim)
         self.weight = nn.Parameter(torch.empty(length, embed_dim))
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, i: int, offset: Offset = 0) -> Float[Tensor, "#b i m"]:
-        """The vectors of i tokens, the first at `offset`. Raises ValueError beyond the last position."""
-        last = (offset if isinstance(offset, int) else _range(offset)[1]) + i
-        if last > len(self.weight):
+        """The vectors of i tokens, the first at `offset`. Raises ValueError before the first and beyond the last."""
+        places = read_offset("LearnedPositions", offset)
+        if places is not None:
+            self.check((places if isinstance(places, int) else max(places, default=0)) + i)
+        return self.weight[_positions(i, offset, self.weight.device)]
+
+    def check(self, length: int) -> None:
+        """Refuse sequences that are longer than there are positions."""
+        if length > len(self.weight):
             raise ValueError(
-                f"a token stands at position {last - 1}, but LearnedPositions has {len(self.weight)} positions (0 to "
+                f"a token stands at position {length - 1}, but LearnedPositions has {len(self.weight)} positions (0 to "
                 f"{len(self.weight) - 1}); shorten the sequence"
             )
-        return self.weight[_positions(i, offset, self.weight.device)]
 
 
 class SinusoidalPositions(nn.Module):
@@ -171,17 +206,41 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, embed_dim: int):
         super().__init__()
+        count("SinusoidalPositions' embed_dim", embed_dim)
         if embed_dim % 2:
             raise ValueError(f"SinusoidalPositions come in pairs: embed_dim must be even, not {embed_dim}")
         self.embed_dim = embed_dim
         self.register_buffer("_like", torch.empty(0), persistent=False)  # the model's device and dtype
 
     def forward(self, i: int, offset: Offset = 0) -> Float[Tensor, "#b i m"]:
-        """The vectors of i tokens, the first at `offset`."""
+        """The vectors of i tokens, the first at `offset`. Raises ValueError before position 0."""
+        read_offset("SinusoidalPositions", offset)
         positions = _positions(i, offset, self._like.device).unsqueeze(-1)
         angles = positions / 10000 ** (torch.arange(0, self.embed_dim, 2, device=positions.device) / self.embed_dim)
         pairs = torch.stack([angles.sin(), angles.cos()], -1)
         return rearrange(pairs, "b i n two -> b i (n two)").to(self._like.dtype)
+
+
+def read_offset(who: str, offset: Any, b: int | None = None) -> int | tuple[int, ...] | None:
+    """Where token 0 of all items, or of each, stands; None where the numbers can't be looked at."""
+    if isinstance(offset, Tensor):
+        if offset.is_floating_point() or offset.dtype == torch.bool or offset.ndim > 1:
+            raise TypeError(
+                f"{who}: offset must be an int or an int tensor [b], not {offset.dtype} {list(offset.shape)}"
+            )
+        if offset.ndim == 1 and b is not None and len(offset) not in (1, b):
+            raise ValueError(f"{who}: offset has {len(offset)} places, but there are {b} batch items")
+        if not may_look(offset):
+            return None
+        places = tuple(offset.reshape(-1).tolist())
+        first = min(places, default=0)
+    elif isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"{who}: offset must be an int or an int tensor [b], not {offset!r}")
+    else:
+        first = places = offset
+    if first < 0:
+        raise ValueError(f"{who}: a token stands at position {first}; positions start at 0")
+    return places
 
 
 def _positions(i: int, offset: Offset, device: torch.device) -> Int[Tensor, "#b i"]:

@@ -94,7 +94,7 @@ def forward(
     asked: Asked,
 ) -> Results:
     """The output and the results asked for."""
-    if torch.compiler.is_compiling():
+    if _is_watched(query, key, value):
         made = torch.ops.einsight.native_forward(query, key, value, *settings[:6], *_flat(settings), *asked)
         found = [x if flag else None for x, flag in zip(made, (value is not None, *asked), strict=False)]
         parts = made[len(found) :]
@@ -117,11 +117,20 @@ def backward(
     readout of weights, `found.parts` the keys of the strongest ones."""
     of_scores = found.output, found.lse, found.max_score, found.entropy, found.lse_rest
     given = *of_scores, *upper[:4], upper.parts, found.parts, *wanted
-    if torch.compiler.is_compiling():
+    if _is_watched(query, key, value):
         made = torch.ops.einsight.native_backward(query, key, value, *settings[:6], *_flat(settings), *given)
     else:
         made = _backward(query, key, value, settings, *given)
     return Gradients(*made)
+
+
+def _is_watched(*operands: Tensor | None) -> bool:
+    """Whether something between PyTorch and its kernels looks on: it has to see an operation, and its tensors may hold
+    no numbers for a kernel to read."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    kinds = {type(x) for x in operands} - {Tensor, type(None)}
+    return any(getattr(kind, "__torch_dispatch__", None) is not _PLAIN for kind in kinds)
 
 
 def _flat(settings: Settings) -> tuple[list[int], list[Tensor | None]]:
@@ -235,6 +244,7 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any)
     return _gradients(query, key, value, rest[4], *rest[19:])
 
 
+_PLAIN = getattr(Tensor, "__torch_dispatch__", None)
 library = torch.library.Library("einsight", "FRAGMENT")
 _PROBLEM = (
     "Tensor query, Tensor key, Tensor? value, float scale, float softcap, Tensor? sink, Tensor? slopes, Tensor? bias, "

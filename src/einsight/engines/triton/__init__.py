@@ -97,7 +97,7 @@ def holds(problem: Problem) -> int:
     """Bytes: two numbers for each row, intervals, and rows of weights while the strongest are looked for."""
     b, h, _, i, j, _, _ = problem.sizes
     asks = [ask for own in asked(problem) if not isinstance(own, str) for ask in own]
-    second = any(ask.kind.name not in ("DIAGONAL", "DISTANCE") for ask in asks)
+    second = problem.needs_grad or any(ask.kind.name not in ("DIAGONAL", "DISTANCE") for ask in asks)
     top = any(ask.kind.name == "TOP" for ask in asks)
     return 8 * i + 8 * b * h * i * second + 8 * min(b * h * i * j, max(1 << 26, b * h * j)) * top
 

@@ -22,9 +22,9 @@ Queries = Int[Tensor, " n"] | None  # None is all
 
 
 class Second:
-    """The second pass over one problem: its scene, and what the forward saved."""
+    """The second pass over one problem: its scene, and what the forward saved, which scores don't need."""
 
-    def __init__(self, problem: Problem, scene: Any, saved: Tensor, query: Tensor):
+    def __init__(self, problem: Problem, scene: Any, saved: Tensor | None, query: Tensor):
         self.problem, self.scene, self.saved = problem, scene, saved
         self.device = query.device
         self.size = tile("weights", query.device, query.dtype, padded(problem.sizes.d))

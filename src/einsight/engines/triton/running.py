@@ -76,8 +76,7 @@ def answers(
     """The result of each readout."""
     query, key, _ = operands
     of_scores: dict[type[Readout], Any] = {LogSumExp: found.lse, MaxScore: found.largest, Entropy: found.entropy}
-    saved = query.new_empty(0, dtype=torch.float32) if found.saved is None else found.saved
-    second = Second(problem, scene(problem, query, key, settings), saved, query)
+    second = Second(problem, scene(problem, query, key, settings), found.saved, query)
     results = []
     for readout, own in zip(problem.readouts, face.asked(problem), strict=True):
         if type(readout) in of_scores:

@@ -2,6 +2,7 @@
 // Compiled once per instruction set; EINSIGHT_LEVEL names the instance.
 #include "finish.h"
 #include "gradient.h"
+#include "tiles.h"
 
 namespace einsight {
 inline namespace EINSIGHT_PRECISION {
@@ -21,7 +22,8 @@ static void begin(const Request &a, const Task &task, const Sight &s, bool copie
   for (int64_t r = 0; r < rows.count; r++) {
     Real *query = work.query + r * query_stride;
     if (!copies) ;
-    else if (a.pairs) pack_row_of_pairs(in_pairs(queries_of(a, task.batch, s.head[r])), s.query[r], a.query_factor() < 0, query);
+    else if (a.pairs) pack_row_of_pairs(in_pairs(a, queries_of(a, task.batch, s.head[r])), s.query[r],
+                                        a.query_factor() < 0, query);
     else pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), query);
     rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
     rows.largest[r] = -kInfinity;
@@ -69,22 +71,6 @@ static void score_tile(const Request &a, const Sight &s, const Rows &rows, const
         });
       if (plain) continue;
       for (int64_t r = 0; r < count; r++) adjust(a, s, first + r, key, to + r * stride, top + r * kMaxWidth);
-    }
-  }
-}
-
-// The values of one panel that a row sees, zeros in the place of the others. `values` has rows of `width`, `step` apart,
-// each of one key, or of two.
-static void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, int64_t tile_begin, const Real *values,
-                      int64_t step, int64_t width, Real *to) {
-  for (int64_t key = live.begin; key < live.end; key += W) {
-    uint32_t seen = lanes(visible(a, s, r, key));
-    for (int64_t k = 0; k < W; k += a.pairs ? 2 : 1) {
-      int64_t n = (key + k - tile_begin) / (a.pairs ? 2 : 1);
-      uint32_t first = seen >> k & 1 ? 0xffffu : 0, second = seen >> (k + 1) & 1 ? 0xffff0000u : 0;
-      uint32_t keep = a.pairs ? first | second : seen >> k & 1 ? ~0u : 0;
-      for (int64_t v = 0; v < width; v += W)
-        store(to + n * width + v, (Vec)(bits(load(values + n * step + v)) & keep));
     }
   }
 }
@@ -142,11 +128,13 @@ inline Span live_part(const Span &span, int64_t tile, uint32_t live) {
 }
 
 static void attend(const Request &a, const Task &task, Packed &packed, Workspace &work, Rows &rows) {
-  Sight s = look(a, task);
+  Sight s = look(a, task, a.group());
   const Real *in_place = queries_in_place(a, task), *queries = in_place ? in_place : work.query;
   begin(a, task, s, !in_place, work, rows);
+  if (a.tiles) return attend_by_tiles(a, task, s, packed, work, rows);
   Real exponent = a.unit() * kLog2e;
   Source keys = keys_of(a, task.batch, task.group);
+  auto exponentials = exponentials_for(a);
   for (int64_t t = s.block_lo / kTile; t * kTile < s.block_hi; t++) {
     Tile tile = packed_tile(a, task, packed, t);
     int64_t stride = a.keeps_weights() ? rows.weights_stride : kTile + 16;
@@ -172,25 +160,18 @@ static void attend(const Request &a, const Task &task, Packed &packed, Workspace
       for (int64_t n = 0; n < count; n++) {
         int64_t r = first + n;
         Real *row = scores + r * stride - t * kTile;
-        if (a.scores) write_scores(a, s, r, t, ((task.batch * a.h + s.head[r]) * a.i + s.query[r]) * a.j, row);
+        Real *pairs = a.pairs ? work.pairs + n * kPairStride + (seen.begin - t * kTile) / 2 : nullptr;
+        int64_t at = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
+        if (a.scores) write_scores(a, s, r, t * kTile, kTile, at * a.j, row);
         if (span.begin < seen.begin) fill(row, span.begin, seen.begin, 0.f);  // a fill of nothing takes its time too
         if (seen.end < span.end) fill(row, seen.end, span.end, 0.f);
-        (a.entropy ? exponentials<true> : exponentials<false>)(row + seen.begin, seen.end - seen.begin,
-                                                               base[n], exponent, rows.sum + r * kMaxWidth,
-                                                               rows.moment + r * kMaxWidth);
+        exponentials(row + seen.begin, seen.end - seen.begin, base[n], exponent, rows.sum + r * kMaxWidth,
+                     rows.moment + r * kMaxWidth, pairs);
       }
       if (!a.value || seen.begin >= seen.end) continue;
       const Real *weights = scores + first * stride;
-      if (a.pairs) {
-        constexpr int64_t pair_stride = kTile / 2 + 16;
-        for (int64_t n = 0; n < count; n++)
-          for (int64_t j = seen.begin - t * kTile; j < seen.end - t * kTile; j += 2 * W)
-            store(work.pairs + n * pair_stride + j / 2, to_pairs(load(weights + n * stride + j),
-                                                                 load(weights + n * stride + j + W)));
-        value_tile(a, s, rows, work, tile, t * kTile, seen, first, work.pairs, pair_stride, correction);
-      } else {
-        value_tile(a, s, rows, work, tile, t * kTile, seen, first, weights, stride, correction);
-      }
+      if (a.pairs) value_tile(a, s, rows, work, tile, t * kTile, seen, first, work.pairs, kPairStride, correction);
+      else value_tile(a, s, rows, work, tile, t * kTile, seen, first, weights, stride, correction);
     }
   }
 }
@@ -211,7 +192,8 @@ static double peak(int64_t steps) {
 
 #define EINSIGHT_TEXT(x) #x
 #define EINSIGHT_NAME(x) EINSIGHT_TEXT(x)
-extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, kHasPairs, attend, merge, finish, differentiate, peak};
+extern const Kernel kernel = {EINSIGHT_NAME(EINSIGHT_LEVEL), W, kHasPairs, kHasTiles, attend, merge, finish,
+                              differentiate, peak};
 
 }  // namespace EINSIGHT_LEVEL
 }  // namespace EINSIGHT_PRECISION

@@ -33,18 +33,19 @@ Rows take_rows(Arena &arena, const Request &a, int64_t rows) {
 // The exponentials of whole rows, where readouts need them after the softmax is known.
 void take_weights(Arena &arena, const Request &a, int64_t rows, Rows &s) {
   if (!a.keeps_weights()) return;
-  s.weights = arena.take(rows * (round_up(a.j, kPanel) + 16));
-  s.tile_reference = arena.take(rows * ((a.j + kTile - 1) / kTile));
-  s.rows_stride = rows;
+  s.weights = arena.take(a.room(rows) * (round_up(a.j, kPanel) + 16));
+  s.tile_reference = arena.take(a.room(rows) * ((a.j + a.step() - 1) / a.step()));
+  s.rows_stride = a.room(rows);
 }
 
 Workspace take_workspace(Arena &arena, const Request &a, int64_t rows) {
   Workspace w{};
-  w.query = arena.take(rows * round_up(a.d, kMaxWidth));
+  w.query = arena.take(a.room(rows) * round_up(a.d, kMaxWidth));
   w.tile_max = arena.take(rows * kMaxWidth);
-  if (!a.keeps_weights()) w.scores = arena.take(rows * (kTile + 16));
+  if (!a.keeps_weights()) w.scores = arena.take(a.tiles ? 2 * kStrip * kPanel : rows * (kTile + 16));
   if (a.is_dense() || a.pairs) w.values = arena.take(kTile * kPanel);
-  if (a.pairs) w.pairs = arena.take(kGroup * (kTile / 2 + 16));
+  if (a.pairs) w.pairs = arena.take(a.tiles ? 2 * kStrip * kPanel / 2 : kGroup * kPairStride);
+  if (a.tiles) w.products = arena.take(kStrip * padded_value(a));
   int64_t groups = 0;
   for (int64_t n = 0; n < a.ask_count; n++)
     if (a.asks[n].kind == Kind::mass || a.asks[n].kind == Kind::mass_of_ids) groups = most(groups, a.asks[n].number);
@@ -66,8 +67,8 @@ void take_sums(Arena &arena, const Request &a, int64_t rows, std::vector<Sums> &
 
 Packed take_tiles(Arena &arena, const Request &a, int64_t tiles) {
   Packed p{};
-  p.keys = arena.take(tiles * kTile * a.d);
-  p.values = arena.take(a.value ? tiles * kTile * padded_value(a) : 0);
+  p.keys = arena.take(tiles * kTile * a.depth());
+  p.values = arena.take(a.value ? tiles * a.tile_steps() * padded_value(a) : 0);
   return p;
 }
 
@@ -134,9 +135,9 @@ class InOrder {
 bool by_blocks(const Request &a, const Kernel &kernel, int threads, bool (*interrupted)()) {
   int64_t key_heads = a.b * a.g, tiles = (a.j + kTile - 1) / kTile;
   int64_t blocks = (a.rows() + kBlock - 1) / kBlock;
-  int64_t block = round_up((a.rows() + blocks - 1) / blocks, kGroup);
+  int64_t block = round_up((a.rows() + blocks - 1) / blocks, a.group());
   blocks = (a.rows() + block - 1) / block;
-  int64_t slot_bytes = tiles * kTile * (a.d + padded_value(a)) * sizeof(Real);
+  int64_t slot_bytes = tiles * (kTile * a.depth() + a.tile_steps() * padded_value(a)) * sizeof(Real);
   // One slot more than threads, so that the next head can begin while the last blocks of this one finish.
   int64_t slots = most(1, least(least(kShared / slot_bytes, threads + 1), key_heads));
 
@@ -213,7 +214,7 @@ bool by_chunks(const Request &a, const Kernel &kernel, int threads, bool (*inter
       for (int64_t c = 0; c < chunks; c++) {
         Rows &part = parts[n * chunks + c] = take_rows(arena, a, rows);
         part.weights = kept.weights, part.tile_reference = kept.tile_reference;
-        part.weights_stride = round_up(a.j, kPanel) + 16, part.rows_stride = rows;
+        part.weights_stride = round_up(a.j, kPanel) + 16, part.rows_stride = a.room(rows);
       }
     }
     if (memory) break;

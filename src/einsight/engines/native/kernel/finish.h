@@ -19,10 +19,16 @@ inline void write_output(const Request &a, int64_t at, const Real *row, Real inv
     for (; k < a.e; k++) to[k] = row[k] * inverse;
   } else {
     uint16_t *to = (uint16_t *)a.output + at;
-    if (a.dtype == Dtype::bfloat16)
-      for (int64_t k = 0; k < a.e; k++) to[k] = to_bfloat16(row[k] * inverse);
-    else
+    if (a.dtype == Dtype::bfloat16) {
+      int64_t k = 0;
+      for (; k + W <= a.e; k += W) {
+        Half h = to_bfloat16(load(row + k) * inverse);
+        __builtin_memcpy(to + k, &h, sizeof h);
+      }
+      for (; k < a.e; k++) to[k] = to_bfloat16(row[k] * inverse);
+    } else {
       for (int64_t k = 0; k < a.e; k++) to[k] = to_float16(row[k] * inverse);
+    }
   }
 }
 
@@ -47,9 +53,9 @@ inline void write_lse(const Request &a, int64_t row, double lse) {
   if (a.lse_rest) a.lse_rest[row] = rest - rest == 0. ? (Real)rest : 0.f;
 }
 
-// The factor that turns kept exponentials of a tile into weights.
-inline Real tile_factor(const Request &a, const Rows &rows, int64_t r, int64_t tile, Real inverse) {
-  Real shift = (rows.tile_reference[tile * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
+// The factor that turns kept exponentials of a step into weights.
+inline Real step_factor(const Request &a, const Rows &rows, int64_t r, int64_t step, Real inverse) {
+  Real shift = (rows.tile_reference[step * rows.rows_stride + r] - finite_reference(rows, r)) * (a.unit() * kLog2e);
   return exp2_nonpositive(shift) * inverse;
 }
 
@@ -63,8 +69,8 @@ inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r,
   Span hull = hull_of(s, r / kGroup);
   int64_t lo = s.lo[r], hi = s.hi[r];
   for (int64_t j = lo / kPanel * kPanel; j < hi;) {
-    Real factor = tile_factor(a, rows, r, j / kTile, inverse);
-    int64_t end = least(round_up(hi, kPanel), round_up(j + 1, kTile));
+    Real factor = step_factor(a, rows, r, j / a.step(), inverse);
+    int64_t end = least(round_up(hi, kPanel), round_up(j + 1, a.step()));
     if (factor != factor) fill(row, j, end, __builtin_nanf(""));  // whatever sign the NaN had
     else for (int64_t k = j; k < end; k += W) store(row + k, load(row + k) * factor);
     j = end;
@@ -76,10 +82,11 @@ inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r,
       store(row + j, select(visible(a, s, r, j), load(row + j), all(-0.f)));
 }
 
-// Scores of one row's tile; what the row does not see is filled in at the end.
-inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t tile, int64_t at, const Real *from) {
+// Scores of one row from `key` on, `keys` at most; what the row does not see is filled in at the end.
+inline void write_scores(const Request &a, const Sight &s, int64_t r, int64_t key, int64_t keys, int64_t at,
+                         const Real *from) {
   Real *to = a.scores + at;
-  int64_t j = most(s.lo[r], tile * kTile), end = least(s.hi[r], (tile + 1) * kTile);
+  int64_t j = most(s.lo[r], key), end = least(s.hi[r], key + keys);
   for (; j + W <= end; j += W) store(to + j, load(from + j) * a.unit());
   for (; j < end; j++) to[j] = from[j] * a.unit();
 }
@@ -197,7 +204,7 @@ inline void end_sums(const Request &a, const Sight &s, const Rows &rows, Workspa
 }
 
 inline void finish(const Request &a, const Task &task, Workspace &work, Rows &rows) {
-  Sight s = look(a, task);
+  Sight s = look(a, task, kGroup);
   Real inverse[kBlock];
   int64_t padded = ValuePanels(a.e).padded();
   for (int64_t r = 0; r < rows.count; r++) {

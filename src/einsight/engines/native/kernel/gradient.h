@@ -67,7 +67,8 @@ inline void scores_of(Scene &c, int64_t block, int64_t first, int64_t count, int
   const Sight &s = c.sight[block];
   Real ignored[kGroup * kMaxWidth] = {};
   const Real *queries = (a.pairs ? c.space.query_pairs : c.space.query) + (c.begin[block] + first) * c.query_stride;
-  (a.pairs ? kScorePairs : kScorePanel)[count - 1](queries, c.query_stride, keys, a.depth(), a.slab(), to, kStride, ignored);
+  if (!a.tiles)
+    (a.pairs ? kScorePairs : kScorePanel)[count - 1](queries, c.query_stride, keys, a.depth(), a.slab(), to, kStride, ignored);
   if (all_seen && !a.adjusted()) return;
   for (int64_t r = 0; r < count; r++) {
     for (int64_t k = 0; a.softcap > 0 && k < kPanel; k += W) {
@@ -205,7 +206,7 @@ inline Unsafe pack(Scene &c, int64_t tile, bool look) {
   by_dtype(a.dtype, [&](auto element) {
     constexpr Dtype dtype = dtype_of(decltype(element){});
     Source keys = keys_of(a, c.part.batch, c.part.group);
-    if (a.pairs) pack_panels<Dtype::float32>(in_pairs(keys), tile * kTile, c.space.keys);
+    if (a.pairs) pack_panels<Dtype::float32>(in_pairs(a, keys), tile * kTile, c.space.keys);
     else pack_panels<dtype>(keys, tile * kTile, c.space.keys);
     if (c.grad.query_grad && !look) unsafe.keys = pack_rows<dtype>(keys, tile * kTile, c.space.key_rows);
     if (!c.grad.output_grad) return;
@@ -225,6 +226,10 @@ inline void differentiate_tile(Scene &c, int64_t block, int64_t tile, Unsafe uns
   int64_t end = least(from + kTile, s.block_hi);
   for (int64_t key = most(from, s.block_lo / kPanel * kPanel); key < end; key += kPanel) {
     Range seeing = rows_that_see(s, rows, key);
+    for (int64_t first = seeing.first / kStrip * kStrip; a.tiles && first < seeing.last; first += kStrip)
+      multiply_tiles(space.query_pairs + (row + first) * c.query_stride, c.query_stride,
+                     space.keys + (key - from) * a.depth(), kPanel, a.depth(),
+                     space.weights + first * kStride + key - from, kStride);
     for (int64_t first = seeing.first; first < seeing.last; first += kGroup) {
       int64_t count = least(kGroup, rows - first), at = first * kStride + key - from;
       Real *weights = space.weights + at, *grads = space.scores_grad + at, *chain = space.chain + at;
@@ -286,6 +291,7 @@ inline void add_to(Real *whole, const Real *part, int64_t rows, int64_t width, i
 
 inline void differentiate(const Request &a, const Gradient &grad, const Part &part, GradientSpace &space) {
   Scene c{a, grad, part, space};
+  if (a.tiles) begin_tiles();
   begin_rows(c);
   auto over_tiles = [&](bool look, auto done) {
     for (int64_t tile = part.tile_begin; tile < part.tile_end; tile++) {
@@ -317,6 +323,7 @@ inline void differentiate(const Request &a, const Gradient &grad, const Part &pa
     __atomic_add_fetch(part.turns + tile, 1, __ATOMIC_RELEASE);
   });
   end_rows(c);
+  if (a.tiles) end_tiles();
 }
 
 }  // namespace EINSIGHT_LEVEL

@@ -12,10 +12,10 @@ GradientSpace take_space(Arena &arena, const Request &a, const Gradient &g, int6
   int64_t query = round_up(a.d, kMaxWidth), value = round_up(a.e, kMaxWidth), widest = most(query, value);
   GradientSpace s{};
   s.query = arena.take(rows * query);
-  s.query_pairs = arena.take(a.pairs ? rows * query : 0);
+  s.query_pairs = arena.take(a.pairs ? (rows + kStrip) * query : 0);
   s.output_grad = arena.take(rows * value);
   s.query_grad = arena.take(rows * query);
-  s.keys = arena.take(kTile * a.d);
+  s.keys = arena.take(kTile * a.depth());
   s.key_rows = arena.take(kTile * query);
   s.values = arena.take(kTile * a.e);
   s.key_grad = arena.take(kTile * query);

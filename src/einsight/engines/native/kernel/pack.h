@@ -53,6 +53,7 @@ inline bool pack_row(const Request &a, const void *data, const int64_t (&stride)
 struct Source {
   const void *data;
   int64_t row, stride, rows, width;
+  int64_t steps;  // of a panel: the width, and zeros behind it
 };
 
 inline const void *element(const Request &a, const void *data, int64_t n) {
@@ -61,31 +62,34 @@ inline const void *element(const Request &a, const void *data, int64_t n) {
 
 inline Source keys_of(const Request &a, int64_t batch, int64_t group) {
   return {element(a, a.key, batch * a.key_stride[0] + group * a.key_stride[1]), a.key_stride[2], a.key_stride[3],
-          a.j, a.d};
+          a.j, a.d, a.d};
 }
 
 inline Source queries_of(const Request &a, int64_t batch, int64_t head) {
   return {element(a, a.query, batch * a.query_stride[0] + head * a.query_stride[1]), a.query_stride[2],
-          a.query_stride[3], a.i, a.d};
+          a.query_stride[3], a.i, a.d, a.d};
 }
 
 inline Source values_of(const Request &a, int64_t batch, int64_t group) {
   return {element(a, a.value, batch * a.value_stride[0] + group * a.value_stride[1]), a.value_stride[2],
-          a.value_stride[3], a.j, a.e};
+          a.value_stride[3], a.j, a.e, a.e};
 }
 
 // The same rows, two bfloat16 numbers in the place of one float.
-inline Source in_pairs(const Source &s) { return {s.data, s.row / 2, 1, s.rows, s.width / 2}; }
+inline Source in_pairs(const Request &a, const Source &s) {
+  return {s.data, s.row / 2, 1, s.rows, s.width / 2, a.depth()};
+}
 
 // One row of pairs; the sign of a negative factor goes into both numbers.
 inline void pack_row_of_pairs(const Source &source, int64_t n, bool negative, Real *to) {
-  auto from = (const uint32_t *)source.data;
+  auto from = (const uint32_t *)source.data + n * source.row;
   for (int64_t k = 0; k < source.width; k++) {
     uint32_t pair;
-    __builtin_memcpy(&pair, from + n * source.row + k, 4);
+    __builtin_memcpy(&pair, from + k, 4);
     pair ^= negative ? 0x80008000u : 0u;
     __builtin_memcpy(to + k, &pair, 4);
   }
+  fill(to, source.width, source.steps, 0.f);
 }
 
 // One tile of rows to panels [width][64]; rows beyond the end are zeros.
@@ -95,9 +99,9 @@ template <Dtype dtype> void pack_panels(const Source &source, int64_t begin, Rea
   int64_t end = round_up(least(source.rows, begin + kTile), kPanel);
   for (int64_t j = begin; j < end; j += W) {
     int64_t count = most(0, least(W, source.rows - j));
-    Real *panel = to + (j - begin) / kPanel * kPanel * source.width + (j - begin) % kPanel;
-    for (int64_t k = 0; k < source.width; k += W) {
-      int64_t depth = least(W, source.width - k);
+    Real *panel = to + (j - begin) / kPanel * kPanel * source.steps + (j - begin) % kPanel;
+    for (int64_t k = 0; k < source.steps; k += W) {
+      int64_t depth = least(W, source.width - k), steps = least(W, source.steps - k);
       Vec v[W];
       if (stride == 1 && depth == W && count == W) {
 #pragma GCC unroll 16
@@ -110,11 +114,11 @@ template <Dtype dtype> void pack_panels(const Source &source, int64_t begin, Rea
           v[n] = n < count ? load_some<dtype>(from + (j + n) * row + k * stride, stride, depth) : Vec{};
       }
       transpose(v);
-      if (depth == W) {
+      if (steps == W) {
 #pragma GCC unroll 16
         for (int n = 0; n < W; n++) store(panel + (k + n) * kPanel, v[n]);
       } else {
-        for (int n = 0; n < depth; n++) store(panel + (k + n) * kPanel, v[n]);
+        for (int n = 0; n < steps; n++) store(panel + (k + n) * kPanel, v[n]);
       }
     }
   }
@@ -143,12 +147,13 @@ template <Dtype dtype> bool pack_rows(const Source &source, int64_t begin, Real 
   return !(sum_lanes(spoiled) == 0.f);
 }
 
-// One tile of values to panels [128][columns] of pairs: a key's number and the next key's.
+// One tile of values to panels [128][columns] of pairs: a key's number and the next key's. Panels of keys are whole,
+// with zeros beyond the end.
 inline bool pack_pairs_of_rows(const Source &source, int64_t begin, Real *to) {
   int64_t row = source.row, stride = source.stride, count = least(kTile, source.rows - begin);
   ValuePanels panels(source.width);
   Vec spoiled = Vec{};
-  for (int64_t j = 0; j < count; j += 2) {
+  for (int64_t j = 0; j < round_up(count, kPanel); j += 2) {
     auto from = (const uint16_t *)source.data + (begin + j) * row;
     for (int64_t n = 0; n < panels.count; n++) {
       int64_t first = panels.begin(n) * W, last = panels.begin(n + 1) * W;
@@ -174,7 +179,7 @@ inline bool pack_pairs_of_rows(const Source &source, int64_t begin, Real *to) {
 inline void pack_tile(const Request &a, int64_t batch, int64_t group, int64_t tile, Real *keys, Real *values,
                       uint8_t *unsafe) {
   if (a.pairs) {
-    pack_panels<Dtype::float32>(in_pairs(keys_of(a, batch, group)), tile * kTile, keys);
+    pack_panels<Dtype::float32>(in_pairs(a, keys_of(a, batch, group)), tile * kTile, keys);
     *unsafe = a.value && pack_pairs_of_rows(values_of(a, batch, group), tile * kTile, values);
     return;
   }
@@ -226,8 +231,8 @@ INLINE void pause() {
 // The packed tile, packing it if no thread has yet.
 inline Tile packed_tile(const Request &a, const Task &task, Packed &packed, int64_t tile) {
   int64_t position = packed.state ? tile : 0;
-  Real *keys = keys_in_place(a, packed) ? nullptr : packed.keys + position * kTile * a.d;
-  Real *values = packed.values + position * kTile * ValuePanels(a.e).padded();
+  Real *keys = keys_in_place(a, packed) ? nullptr : packed.keys + position * kTile * a.depth();
+  Real *values = packed.values + position * a.tile_steps() * ValuePanels(a.e).padded();
   uint8_t *unsafe = packed.unsafe + position;
   if (values_in_place(a, packed)) {
     if (keys) pack_panels<kOwn>(keys_of(a, task.batch, task.group), tile * kTile, keys);

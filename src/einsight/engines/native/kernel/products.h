@@ -120,6 +120,62 @@ template <bool turned, bool pairs>
 constexpr AddValues kAdders[kGroup][kColumns] = {EINSIGHT_BY_COLUMNS(1), EINSIGHT_BY_COLUMNS(2), EINSIGHT_BY_COLUMNS(3),
                                                  EINSIGHT_BY_COLUMNS(4), EINSIGHT_BY_COLUMNS(5), EINSIGHT_BY_COLUMNS(6)};
 
+// Where the processor multiplies tiles: c = a . b, of 16 rows of pairs and a panel of them, `steps` a multiple of 16.
+// What a row gives depends on no other row, so rows beyond the last may hold anything. One tile is two chains of 16
+// steps, whose sum is added to the chain over tiles.
+#if defined(__AMX_BF16__) && !EINSIGHT_IS_DOUBLE
+constexpr bool kHasTiles = true;
+
+INLINE void begin_tiles() {
+  struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {};
+  shape.palette = 1;
+  for (int n = 0; n < 8; n++) shape.bytes[n] = 64, shape.rows[n] = kStrip;
+  asm volatile("" : "+m"(shape));
+  _tile_loadconfig(&shape);
+}
+INLINE void end_tiles() { _tile_release(); }
+
+template <int columns>
+INLINE void multiply_tiles(const Real *a, int64_t a_stride, const Real *b, int64_t b_stride, int64_t steps, Real *c,
+                           int64_t c_stride) {
+  asm volatile("" ::: "memory");  // the loads don't say what they read
+  _tile_zero(0);
+  if (columns > 1) _tile_zero(1);
+  if (columns > 2) _tile_zero(2);
+  if (columns > 3) _tile_zero(3);
+  for (int64_t k = 0; k < steps; k += kStrip) {
+    const Real *row = b + k * b_stride;
+    _tile_loadd(4, a + k, a_stride * 4);
+    _tile_loadd(5, row, b_stride * 4);
+    _tile_dpbf16ps(0, 4, 5);
+    if (columns > 1) _tile_loadd(6, row + W, b_stride * 4);
+    if (columns > 1) _tile_dpbf16ps(1, 4, 6);
+    if (columns > 2) _tile_loadd(7, row + 2 * W, b_stride * 4);
+    if (columns > 2) _tile_dpbf16ps(2, 4, 7);
+    if (columns > 3) _tile_loadd(5, row + 3 * W, b_stride * 4);
+    if (columns > 3) _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, c, c_stride * 4);
+  if (columns > 1) _tile_stored(1, c + W, c_stride * 4);
+  if (columns > 2) _tile_stored(2, c + 2 * W, c_stride * 4);
+  if (columns > 3) _tile_stored(3, c + 3 * W, c_stride * 4);
+}
+
+// The same for a panel of up to 64 columns.
+inline void multiply_tiles(const Real *a, int64_t a_stride, const Real *b, int64_t width, int64_t steps, Real *c,
+                           int64_t c_stride) {
+  if (width == W) multiply_tiles<1>(a, a_stride, b, W, steps, c, c_stride);
+  else if (width == 2 * W) multiply_tiles<2>(a, a_stride, b, 2 * W, steps, c, c_stride);
+  else if (width == 3 * W) multiply_tiles<3>(a, a_stride, b, 3 * W, steps, c, c_stride);
+  else multiply_tiles<4>(a, a_stride, b, 4 * W, steps, c, c_stride);
+}
+#else
+constexpr bool kHasTiles = false;
+INLINE void begin_tiles() {}
+INLINE void end_tiles() {}
+inline void multiply_tiles(const Real *, int64_t, const Real *, int64_t, int64_t, Real *, int64_t) {}
+#endif
+
 constexpr auto kScorePanel = kScorePanels<false>;
 constexpr auto kAddValues = kAdders<false, false>;
 constexpr auto kAddTurned = kAdders<true, false>;

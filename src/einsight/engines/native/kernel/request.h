@@ -11,6 +11,9 @@ enum class Dtype : int { float32, bfloat16, float16, float64 };
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+constexpr int kStrip = 16;   // query rows, or steps, in one tile of a product of tiles
 
 // Which keys a query may see: those that everything given here allows.
 struct Rule {
@@ -60,6 +63,7 @@ struct Request : Rule {
   const void *query, *key, *value;  // value is null where only readouts are asked
   int64_t query_stride[4], key_stride[4], value_stride[4];
   bool pairs;                       // whether products take two bfloat16 numbers at once
+  bool tiles;                       // whether they are products of tiles; of pairs, then
   Real scale, softcap;             // softcap 0: none
   const Real *sink, *slopes;       // [h] or null
   const Real *bias;                // broadcasts to [b, h, i, j], or null; -inf hides a key
@@ -73,7 +77,7 @@ struct Request : Rule {
   const Ask *asks;
   int64_t ask_count;
 
-  int64_t depth() const { return pairs ? d / 2 : d; }            // steps of a score's product
+  int64_t depth() const { return tiles ? round_up(d / 2, kStrip) : pairs ? d / 2 : d; }  // steps of a score's product
   int64_t tile_steps() const;                                    // steps of a tile's product with values
   // Steps in one chain of a score's product. A long chain of additions loses bits; where the products cost nothing
   // (decoding), chains are kept short.
@@ -81,6 +85,9 @@ struct Request : Rule {
   int64_t value_chain() const;                                  // and of its product with values
   int64_t heads_per_key() const { return h / g; }
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
+  int64_t group() const;            // query rows whose products with a panel are one step
+  int64_t step() const;             // keys between two updates of the running maximum
+  int64_t room(int64_t rows) const { return tiles ? round_up(rows, kStrip) : rows; }  // rows that products touch
   bool keeps_weights() const { return ask_count > 0; }
 
   // Scores are stored without the scale, which then costs no step of its own: it is part of the factor between
@@ -116,11 +123,14 @@ struct Gradient {
 constexpr int kGroup = 6;    // query rows in one register tile
 constexpr int kPanel = 64;   // keys in one packed panel
 constexpr int kBlock = 96;   // query rows that share a pass over the keys
-constexpr int kTile = 256;   // keys between two updates of the running maximum
+constexpr int kTile = 256;   // keys that are packed together
 constexpr int kMaxWidth = 16;
+constexpr int kPairStride = kTile / 2 + 16;  // of weights two at a time
 
 inline int64_t Request::slab() const { return rows() <= kGroup ? 16 : 64; }
 inline int64_t Request::value_chain() const { return rows() <= kBlock ? 64 : kTile; }
+inline int64_t Request::step() const { return tiles ? kPanel : kTile; }
+inline int64_t Request::group() const { return tiles ? kStrip : kGroup; }
 inline int64_t Request::tile_steps() const { return pairs ? kTile / 2 : kTile; }
 
 // The packed keys and values of one key head. With `state`, tiles are packed by whichever thread
@@ -142,7 +152,7 @@ struct Rows {
   Real *output;         // [rows][padded e]
   Real *weights;        // [rows][weights_stride] exp2(x) by the reference of its tile, in the end weights; first column is key `origin`
   int64_t weights_stride, origin;
-  Real *tile_reference; // [tile][rows_stride] the reference that `weights` was written with
+  Real *tile_reference; // [step][rows_stride] the reference that `weights` was written with
   int64_t rows_stride;
 };
 
@@ -159,9 +169,10 @@ struct Sums {
 struct Workspace {
   Real *query;          // [rows][padded d], scaled
   Real *tile_max;       // [rows][16]
-  Real *scores;         // [rows][kTile + 16], where weights need not be kept
+  Real *scores;         // [rows][kTile + 16], or with tiles [2][kStrip][kPanel], where weights need not be kept
   Real *values;         // [kTile][columns of a value panel], where single keys may be hidden
-  Real *pairs;          // [kGroup][kTile / 2 + 16] weights of a tile, two at a time
+  Real *pairs;          // [kGroup][kPairStride] weights of a tile, two at a time; with tiles [2 kStrip][kPanel / 2]
+  Real *products;       // [kStrip][padded e] with tiles, weights of a panel times values
   Real *mass;           // [kGroup][padded groups], where asked
   Sums *sums;            // [asks], of those that add up
 };
@@ -199,7 +210,7 @@ struct GradientSpace {
 struct Kernel {
   const char *name;
   int width;  // floats in a vector
-  bool has_pairs;
+  bool has_pairs, has_tiles;
   void (*attend)(const Request &, const Task &, Packed &, Workspace &, Rows &);
   void (*merge)(const Request &, Rows &into, const Rows &from);
   // Output and readouts of finished rows. What is added up over blocks is left in the workspace.
@@ -207,8 +218,6 @@ struct Kernel {
   void (*differentiate)(const Request &, const Gradient &, const Part &, GradientSpace &);
   double (*peak)(int64_t steps);  // multiply-adds and nothing else: the ceiling benchmarks compare with
 };
-
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace EINSIGHT_PRECISION
 }  // namespace einsight

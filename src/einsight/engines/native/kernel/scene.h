@@ -101,7 +101,7 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   c.space.unsafe[n] = pack_row(a, a.query, a.query_stride, c.part.batch, s.head[r], s.query[r], a.d, a.query_factor(),
                                query);
   if (a.pairs)
-    pack_row_of_pairs(in_pairs(queries_of(a, c.part.batch, s.head[r])), s.query[r], a.query_factor() < 0,
+    pack_row_of_pairs(in_pairs(a, queries_of(a, c.part.batch, s.head[r])), s.query[r], a.query_factor() < 0,
                       c.space.query_pairs + n * c.query_stride);
   Real mean = 0.f, top = g.max_score[at], entropy = g.entropy_grad ? g.entropy_grad[at] : 0.f;
   bool empty = top == -kInfinity;
@@ -121,7 +121,7 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
 inline void begin_rows(Scene &c) {
   for (int64_t block = 0; block < c.blocks; block++) {
     int64_t first = c.part.row_begin + c.begin[block], last = c.part.row_begin + c.begin[block + 1];
-    c.sight[block] = look(c.a, {c.part.batch, c.part.group, first, last, 0, c.a.j});
+    c.sight[block] = look(c.a, {c.part.batch, c.part.group, first, last, 0, c.a.j}, kGroup);
     for (int64_t r = 0; r < last - first; r++) begin_row(c, block, r);
     narrow(c.sight[block], last - first, 0, c.a.j);
   }

@@ -102,7 +102,8 @@ struct Sight {
   View view[kBlock];
   const Real *bias[kBlock];
   Real slope[kBlock], position[kBlock];
-  // Of each group of six rows: the hull of what they see, and the keys that all of them see.
+  // Of each group of rows, six or more: the hull of what they see, and the keys that all of them see.
+  int64_t group;
   int64_t group_lo[kBlock / kGroup], group_hi[kBlock / kGroup];
   int64_t common_lo[kBlock / kGroup], common_hi[kBlock / kGroup];
   int64_t block_lo, block_hi;
@@ -112,8 +113,8 @@ struct Sight {
 inline void narrow(Sight &s, int64_t rows, int64_t key_begin, int64_t key_end) {
   s.block_lo = key_end, s.block_hi = key_begin;
   for (int64_t r = 0; r < rows; r++) {
-    int64_t lo = s.lo[r], hi = s.hi[r], group = r / kGroup, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
-    if (r % kGroup == 0) group_lo = group_hi = 0, s.common_lo[group] = key_begin, s.common_hi[group] = key_end;
+    int64_t lo = s.lo[r], hi = s.hi[r], group = r / s.group, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
+    if (r % s.group == 0) group_lo = group_hi = 0, s.common_lo[group] = key_begin, s.common_hi[group] = key_end;
     s.common_lo[group] = most(s.common_lo[group], lo), s.common_hi[group] = least(s.common_hi[group], hi);
     if (lo < hi) {
       group_lo = group_hi ? least(group_lo, lo) : lo;
@@ -123,8 +124,9 @@ inline void narrow(Sight &s, int64_t rows, int64_t key_begin, int64_t key_end) {
   }
 }
 
-inline Sight look(const Request &a, const Task &task) {
+inline Sight look(const Request &a, const Task &task, int64_t group) {
   Sight s;
+  s.group = group;
   int64_t heads = a.heads_per_key();
   for (int64_t r = 0; r < task.row_end - task.row_begin; r++) {
     int64_t query = (task.row_begin + r) / heads, head = task.group * heads + (task.row_begin + r) % heads;
@@ -182,7 +184,7 @@ INLINE Shown shown(const Request &a, const Sight &s, int64_t r, int64_t key) {
 
 // The same of the rows of a group, on a panel that lies in their hull.
 inline Shown shown(const Request &a, const Sight &s, int64_t first, int64_t count, int64_t key) {
-  int64_t group = first / kGroup;
+  int64_t group = first / s.group;
   if (!a.is_dense()) return {true, s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel};
   Shown found{false, true};
   for (int64_t r = first; r < first + count && (!found.some || found.all); r++) {

@@ -217,6 +217,11 @@ INLINE uint16_t to_bfloat16(float x) {
   return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
 
+INLINE Half to_bfloat16(Vec v) {
+  Bits u = bits(v), rounded = u + 0x7fff + ((u >> 16) & 1), nan = u | 0x400000;
+  return __builtin_convertvector((v != v ? nan : rounded) >> 16, Half);
+}
+
 INLINE uint16_t to_float16(float x) {
   uint32_t u;
   __builtin_memcpy(&u, &x, 4);

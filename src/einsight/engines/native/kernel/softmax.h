@@ -53,16 +53,19 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, Rea
 }
 
 // Replaces scores by exp2((scores - reference) * unit); adds them up by lanes. -inf becomes an exact 0, the
-// reference itself an exact 1.
-template <bool with_moment>
-inline void exponentials(Real *scores, int64_t n, Real reference, Real unit, Real *sum, Real *moment) {
+// reference itself an exact 1. Where products take pairs they go there as well, and `kept` says whether here too.
+template <bool with_moment, bool kept, bool paired>
+INLINE void exponentials(Real *scores, int64_t n, Real reference, Real unit, Real *sum, Real *moment, Real *pairs) {
   Vec minus = all(reference), total[4] = {}, first[4] = {};
   for (int64_t k = 0; k < n; k += 4 * W) {
+    Vec before;
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
       Vec x = load(scores + k + v * W) - minus;
       Vec y = exp2_nonpositive(x, all(unit));
-      store(scores + k + v * W, y);
+      if (kept) store(scores + k + v * W, y);
+      if (paired && v % 2 == 1) store(pairs + (k + (v - 1) * W) / 2, to_pairs(before, y));
+      before = y;
       total[v] += y;
       if (with_moment) first[v] += y * larger(x * unit, all(kSmallest));
     }
@@ -76,6 +79,17 @@ INLINE Real max_of_row(const Real *tile_max) {
   Vec top = load(tile_max);
   for (int64_t k = W; k < kMaxWidth; k += W) top = larger(load(tile_max + k), top);
   return max_lanes(top);
+}
+
+typedef void (*Exponentials)(Real *, int64_t, Real, Real, Real *, Real *, Real *);
+template <bool with_moment>
+constexpr Exponentials kExponentials[3] = {exponentials<with_moment, true, false>,
+                                           exponentials<with_moment, !kHasPairs, kHasPairs>,
+                                           exponentials<with_moment, true, kHasPairs>};
+
+inline Exponentials exponentials_for(const Request &a) {
+  int into = !a.pairs ? 0 : a.keeps_weights() ? 2 : 1;
+  return (a.entropy ? kExponentials<true> : kExponentials<false>)[into];
 }
 
 // What exponents are relative to: a row that has seen nothing yet has no score to offer.

@@ -27,7 +27,7 @@ from einsight.engines.triton.kernels.scene import (
 class Saved(NamedTuple):
     """What the forward saved of each row, float32 [2, b, h, i]; and the queries asked about."""
 
-    at: Any
+    at: Any  # None where only scores are read
     part: Any  # b · h · i
     chosen: Any  # int32 [count]; None is all
     count: Any
@@ -61,11 +61,13 @@ def write_rows(
     block = program // key_blocks % blocks
     head = program // key_blocks // blocks % scene.h
     b = (program // key_blocks // blocks // scene.h).to(tl.int64)
-    rows, q, reference, inverse = query_tile(scene, saved, b, head, block, M, D)
     n, k = load_key_tile(scene, b, head // scene.shared, tile * N, True, D, N)
     if SCORES:
+        rows = rows_of_head(scene, b, head, saved.chosen, saved.count, block, M)
+        q = load(scene.query, b, rows.head, rows.n, rows.ok, 0, scene.d, D)
         made, _ = scores(scene, rows, q, k, n, 1.0, True, PRECISION)
     else:
+        rows, q, reference, inverse = query_tile(scene, saved, b, head, block, M, D)
         s, _ = scores(scene, rows, q, k, n, LOG2E, True, PRECISION)
         made = tl.where(s == float("-inf"), hidden, weights(s, reference, inverse))
     row = block * M + tl.arange(0, M)
