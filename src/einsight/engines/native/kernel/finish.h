@@ -69,8 +69,8 @@ inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r,
   Span hull = hull_of(s, r / kGroup);
   int64_t lo = s.lo[r], hi = s.hi[r];
   for (int64_t j = lo / kPanel * kPanel; j < hi;) {
-    Real factor = step_factor(a, rows, r, j / a.step(), inverse);
-    int64_t end = least(round_up(hi, kPanel), round_up(j + 1, a.step()));
+    Real factor = step_factor(a, rows, r, a.tiles ? j / kPanel : j / kTile, inverse);
+    int64_t end = least(round_up(hi, kPanel), a.tiles ? round_up(j + 1, kPanel) : round_up(j + 1, kTile));
     if (factor != factor) fill(row, j, end, __builtin_nanf(""));  // whatever sign the NaN had
     else for (int64_t k = j; k < end; k += W) store(row + k, load(row + k) * factor);
     j = end;
@@ -206,14 +206,19 @@ inline void end_sums(const Request &a, const Sight &s, const Rows &rows, Workspa
 inline void finish(const Request &a, const Task &task, Workspace &work, Rows &rows) {
   Sight s = look(a, task, kGroup);
   Real inverse[kBlock];
-  int64_t padded = ValuePanels(a.e).padded();
+  int64_t padded = ValuePanels(a.e).padded(), size = a.dtype == kOwn ? sizeof(Real) : 2;
+  auto place = [&](int64_t r) { return ((task.batch * a.i + s.query[r]) * a.h + s.head[r]) * a.e; };
   for (int64_t r = 0; r < rows.count; r++) {
     int64_t row = (task.batch * a.h + s.head[r]) * a.i + s.query[r];
     Real reference = rows.reference[r], sum = sum_lanes(load(rows.sum + r * kMaxWidth));
     Total total = total_of(a, rows, sum, r, s.head[r]);
     inverse[r] = total.inverse;
-    int64_t place = ((task.batch * a.i + s.query[r]) * a.h + s.head[r]) * a.e;
-    if (a.output) write_output(a, place, rows.output + r * padded, total.sum == 0.f ? 1.f : total.inverse);
+    if (a.output) {
+      // Each row is a page of its own where there are many heads: its lines are asked for some rows ahead.
+      if (r + 6 < rows.count)
+        for (int64_t k = 0; k < a.e * size; k += 64) __builtin_prefetch((char *)a.output + place(r + 6) * size + k, 1);
+      write_output(a, place(r), rows.output + r * padded, total.sum == 0.f ? 1.f : total.inverse);
+    }
     if (a.lse) write_lse(a, row, total.sum == 0.f ? -kInfinity : (double)reference * a.unit() + total.log);
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();

@@ -107,14 +107,19 @@ struct Sight {
   int64_t group_lo[kBlock / kGroup], group_hi[kBlock / kGroup];
   int64_t common_lo[kBlock / kGroup], common_hi[kBlock / kGroup];
   int64_t block_lo, block_hi;
+
+  // Divided by a constant: by `group` it takes longer than all else that is asked of a row.
+  int64_t group_of(int64_t r) const { return group == kGroup ? r / kGroup : r / kStrip; }
 };
 
 // What groups and the block see, from what the rows see.
 inline void narrow(Sight &s, int64_t rows, int64_t key_begin, int64_t key_end) {
   s.block_lo = key_end, s.block_hi = key_begin;
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t lo = s.lo[r], hi = s.hi[r], group = r / s.group, &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
-    if (r % s.group == 0) group_lo = group_hi = 0, s.common_lo[group] = key_begin, s.common_hi[group] = key_end;
+  for (int64_t r = 0, before = -1; r < rows; r++) {
+    int64_t lo = s.lo[r], hi = s.hi[r], group = s.group_of(r);
+    int64_t &group_lo = s.group_lo[group], &group_hi = s.group_hi[group];
+    if (group != before) group_lo = group_hi = 0, s.common_lo[group] = key_begin, s.common_hi[group] = key_end;
+    before = group;
     s.common_lo[group] = most(s.common_lo[group], lo), s.common_hi[group] = least(s.common_hi[group], hi);
     if (lo < hi) {
       group_lo = group_hi ? least(group_lo, lo) : lo;
@@ -184,7 +189,7 @@ INLINE Shown shown(const Request &a, const Sight &s, int64_t r, int64_t key) {
 
 // The same of the rows of a group, on a panel that lies in their hull.
 inline Shown shown(const Request &a, const Sight &s, int64_t first, int64_t count, int64_t key) {
-  int64_t group = first / s.group;
+  int64_t group = s.group_of(first);
   if (!a.is_dense()) return {true, s.common_lo[group] <= key && s.common_hi[group] >= key + kPanel};
   Shown found{false, true};
   for (int64_t r = first; r < first + count && (!found.some || found.all); r++) {
