@@ -282,6 +282,8 @@ def test_drafts_that_were_refused_are_left_out():
         assert lens.heads(ids[:, :8])[name] == pytest.approx(column, abs=1e-5, nan_ok=True), name
     with pytest.raises(ValueError, match="1 sequences of 12 queries"):
         lens.heads(ids[:, :6])  # these were no draft's
+    with pytest.raises(ValueError, match="1 sequences of 8 queries"):
+        short.heads(ids[:, :7])
 
 
 def test_padding_under_a_mask_that_is_no_rule():

@@ -152,7 +152,8 @@ class Record:
     def _without_drafts(self, count: int) -> Call | None:
         """The first `count` queries, if those after them can be a draft that the last call tried."""
         place = self.start + count
-        return self._until(place).call if self.last < place < self.start + self.query.length else None
+        is_draft = self.start < self.last < place < self.start + self.query.length  # which no first call is
+        return self._until(place).call if is_draft else None
 
     def _take(self, call: Call, place: int) -> None:
         """Add a call whose first query stands at `place` in the text."""
