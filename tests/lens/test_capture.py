@@ -535,3 +535,21 @@ def test_one_item_of_keys_for_all():
         output = layer(query, key, value)
     call = lens.cross[0] if lens.cross.names else lens[0]
     torch.testing.assert_close(call.weights @ value.expand(2, -1, -1, -1), output)
+
+
+def test_repr():
+    model = nn.TransformerDecoderLayer(16, 2, 20, batch_first=True)
+    lens = Lens(model)
+    assert repr(lens) == "Lens(TransformerDecoderLayer: nothing seen yet)"
+    with lens:
+        model(torch.randn(3, 5, 16), torch.randn(3, 7, 16))
+    assert (
+        repr(lens)
+        == "Lens(TransformerDecoderLayer: 1 self-attention and 1 cross-attention layers, 1 pass, b=3, i=5, j=7)"
+    )
+    with lens:
+        model(torch.randn(2, 5, 16), torch.randn(2, 7, 16))
+    assert repr(lens).endswith("2 passes, the last with b=2, i=5, j=7)")
+    with Lens(model, readouts=es.Entropy()) as lens:
+        model(torch.randn(3, 5, 16), torch.randn(3, 7, 16))
+    assert repr(lens).endswith("layers, 1 pass)")

@@ -13,6 +13,7 @@ from torch import nn
 
 import einsight as es
 from einsight.lens import Edit, Lens, effects
+from einsight.lens.huggingface import register
 
 hf = pytest.importorskip("transformers")
 from lens.architectures import build  # noqa: E402
@@ -331,10 +332,13 @@ def test_negative_keys_count_from_the_last_token(name, cache):
         assert dense[n, n - 1] == 0 and dense[n, n - 2] > 0 and dense[n, n] > 0
 
 
-def test_an_edit_opened_within_a_generation():
+@pytest.mark.parametrize("attention", ["sdpa", "einsight"])
+def test_an_edit_opened_within_a_generation(attention):
+    register()
     ids = ids_of(9)
     for name in ("llama", "mistral"):
         model, _ = build(name, "sdpa")
+        model.set_attn_implementation(attention)
         cache = CACHES["dynamic"](model)
         with torch.no_grad():
             model(input_ids=ids[:, :8], past_key_values=cache)

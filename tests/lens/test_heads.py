@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import transformers as hf
+from lens.architectures import build
 from lens.gpt import GPT
 from torch import nn
 
@@ -264,3 +266,40 @@ def test_no_layers_is_no_table():
         lens.heads(ids, layers=[])
     with pytest.raises(ValueError, match="layers names none"):
         lens.rollout(-1, layers=[])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_drafts_that_were_refused_are_left_out():
+    model, _ = build("llama", "sdpa")
+    ids, cache = torch.randint(3, 53, (1, 12)), hf.DynamicCache()
+    with torch.no_grad(), Lens(model) as lens:
+        model(input_ids=ids[:, :6], past_key_values=cache)
+        model(input_ids=ids[:, 6:], past_key_values=cache)  # a draft
+    with torch.no_grad(), Lens(model) as short:
+        model(input_ids=ids[:, :8])
+    assert lens[0].query.shape[2] == 12
+    for name, column in short.heads(ids[:, :8]).to_dict().items():
+        assert lens.heads(ids[:, :8])[name] == pytest.approx(column, abs=1e-5, nan_ok=True), name
+    with pytest.raises(ValueError, match="1 sequences of 12 queries"):
+        lens.heads(ids[:, :6])  # these were no draft's
+    with pytest.raises(ValueError, match="1 sequences of 8 queries"):
+        short.heads(ids[:, :7])
+
+
+def test_padding_under_a_mask_that_is_no_rule():
+    """What sees nothing is in no mean, though a mask of blocks doesn't say that it is padding."""
+
+    class Blocks(nn.Module):
+        def forward(self, q, k):
+            blocks = torch.arange(9)[None] // 4
+            keep = torch.arange(9) >= torch.tensor([[0], [3]])
+            return es.attention(q, k, k, es.causal() & es.documents(blocks.expand(2, -1)) & es.padding(keep))
+
+    q, k = torch.randn(2, 2, 2, 9, 8)
+    ids = torch.randint(0, 5, (2, 9))
+    with Lens(Blocks()) as lens:
+        lens.model(q, k)
+    real = (torch.arange(9) >= torch.tensor([[0], [3]])).long()
+    told = lens.heads({"input_ids": ids, "attention_mask": real})
+    assert lens[0].rule.other is not None
+    assert lens.heads(ids).to_dict() == told.to_dict()

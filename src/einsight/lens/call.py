@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class Call:
     dropout: float = 0.0
     _read: bool = False  # whether only the results were kept
     _window: int | None = None  # how many keys a cache may keep, where the model tells
+    _until: Callable[[int], Call | None] | None = None  # what it was with fewer queries, the last step's left out
 
     @property
     def results(self) -> Any:

@@ -52,6 +52,7 @@ def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     kinds = None if tokenizer is None else _kinds(ids, tokenizer)
     columns: dict[str, list] = {"layer": [], "head": []}
     sequences: dict[Any, _Sequence] = {}
+    calls = [_without_drafts(call, ids.shape[1]) for call in calls]
     if wrong := [call for call in calls if not _fits(call, ids)]:
         b, _, i, _ = wrong[0].query.shape
         fitting = [call.name for call in calls if _fits(call, ids)]
@@ -65,7 +66,7 @@ def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
         total: dict[str, Tensor] = {}
         count: dict[str, Tensor] = {}
         for item in range(b):
-            chosen = _real(real, call.rule.keep, item, i)
+            chosen = _real(real, call, item)
             key = (item, tuple(chosen.tolist()) if len(chosen) < i else i)
             if key not in sequences:
                 sequences[key] = _Sequence(ids[item, chosen], None if kinds is None else kinds[item, chosen])
@@ -202,13 +203,22 @@ def _fits(call: Call, ids: Int[Tensor, "b m"]) -> bool:
     return i <= ids.shape[1] <= i + 1 and call.key.shape[2] == i and ids.shape[0] == b
 
 
-def _real(real: Bool[Tensor, "b m"] | None, keep: Bool[Tensor, "#b i"] | None, item: int, i: int) -> Int[Tensor, " n"]:
+def _without_drafts(call: Call, count: int) -> Call:
+    """A call for as many tokens, where it has more queries that can be a draft which was refused."""
+    shorter = call._until(count) if call._until is not None and count < call.query.shape[2] else None
+    return call if shorter is None else shorter
+
+
+def _real(real: Bool[Tensor, "b m"] | None, call: Call, item: int) -> Int[Tensor, " n"]:
     """The places of an item's tokens that aren't padding."""
+    i, keep = call.query.shape[2], call.rule.keep
     if real is not None:
         return real[item, :i].nonzero().flatten().cpu()
     if keep is not None:
         return keep[min(item, len(keep) - 1)].nonzero().flatten().cpu()
-    return torch.arange(i)
+    places = torch.arange(i)
+    # Under any other mask, what sees nothing is padding.
+    return places if call.rule.other is None else places[(_visible(call, item, places) > 0).any(0)]
 
 
 def _visible(call: Call, item: int, chosen: Int[Tensor, " n"]) -> Int[Tensor, "#h n"]:

@@ -143,6 +143,22 @@ class Lens:
         """A layer's calls in its last pass, as one `Call`: by number among the self-attention layers, or by name."""
         return self._last(self._find(layer, cross=False))
 
+    def __repr__(self) -> str:
+        model = type(getattr(self.model, "_orig_mod", self.model)).__name__
+        if not self._calls:
+            return f"Lens({model}: nothing seen yet)"
+        order = self._seen.order
+        counts = [f"{len(order[cross])} {kind}-attention" for cross, kind in ((False, "self"), (True, "cross"))]
+        parts = [" and ".join(count for count in counts if count[0] != "0") + " layers"]
+        kept = [self._records[name] for name in (*order[False], *order[True]) if name in self._records]
+        if kept:
+            passes, last = len(kept[-1]), kept[-1][-1]
+            parts.append(f"{passes} pass" + ("es" if passes > 1 else ""))
+            if isinstance(last, Record):
+                b, i, j = len(last.query.buffer), last.query.length, last.key.length
+                parts.append(f"the last with b={b}, i={i}, j={j}" if passes > 1 else f"b={b}, i={i}, j={j}")
+        return f"Lens({model}: {', '.join(parts)})"
+
     @property
     def cross(self) -> _Cross:
         """The cross-attention layers, by number: `lens.cross[3]`."""

@@ -67,11 +67,12 @@ def moved(key: Float[Tensor, "b 1 j d"], last: Float[Tensor, "b 1 n d"]) -> int 
     n, j = last.shape[2], key.shape[2]
     if j > n or key.shape[0] != last.shape[0] or key.device != last.device:
         return None
-    for first in (n - j, 0):  # the rest was dropped by a window, or cropped
-        part = last[:, :, first : first + j]
-        if torch.equal(key, part) or reordered(key, part) is not None:
+    # The rest was dropped by a window, before them, or cropped, behind them.
+    ends = (last[:, 0, j - 1 :] == key[:, 0, -1:]).all(-1).all(0).nonzero().flatten().tolist()
+    for first in reversed(ends):
+        if torch.equal(key, last[:, :, first : first + j]):
             return first
-    return None
+    return next((k for k in (n - j, 0) if reordered(key, last[:, :, k : k + j]) is not None), None)
 
 
 def hide(call: Call, mask: es.Mask, heads: list[int], gone: int | None = 0) -> Call:

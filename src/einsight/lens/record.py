@@ -145,8 +145,15 @@ class Record:
                 rule=rule,
                 offset=offset,
                 settings=settings,
+                _until=self._without_drafts,
             )
         return self._call
+
+    def _without_drafts(self, count: int) -> Call | None:
+        """The first `count` queries, if those after them can be a draft that the last call tried."""
+        place = self.start + count
+        is_draft = self.start < self.last < place < self.start + self.query.length  # which no first call is
+        return self._until(place).call if is_draft else None
 
     def _take(self, call: Call, place: int) -> None:
         """Add a call whose first query stands at `place` in the text."""
@@ -216,6 +223,7 @@ class Record:
     def _until(self, place: int) -> Record:
         """The record as it was before there was a query at `place` in the text."""
         made, left = copy(self), place - self.start
+        made._call = None
         made.query = self.query.until(left)
         if not self.template.cross:
             made.key = self.key.until(self.key.length - (self.query.length - left))

@@ -52,6 +52,7 @@ def nothing_seen(model: nn.Module) -> str:
         + "Either the model was not run in the lens, or it computes attention in a way that can't be seen: by "
         "hand (as Bloom and Longformer do), in another thread, in TorchScript, through torch.ops.aten, or by "
         "einsight.attention in compiled code. "
-        'Ways out: load the model with attn_implementation="sdpa"; use F.scaled_dot_product_attention or '
+        'Ways out: load the model with attn_implementation="sdpa", if it has one (Falcon does not heed it when it is '
+        "set later); use F.scaled_dot_product_attention or "
         "einsight.attention in its code; or call lens.record(query, key, value, mask, name=…) there"
     )
