@@ -382,6 +382,7 @@ def test_a_long_call_can_be_interrupted() -> None:
     """Ctrl-C, in a process of its own: the call would take minutes."""
     script = """
 import os, signal, threading, torch, einsight as es
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 torch.set_num_threads(1)
 q, k, v = torch.randn(3, 8, 8, 16384, 64)
 es.attention(q[:1, :1, :8], k[:1, :1, :8], v[:1, :1, :8], engine="native")
@@ -399,6 +400,7 @@ def test_a_long_backward_can_be_interrupted() -> None:
     """With parts that wait for one another: none may wait for one that is skipped."""
     script = """
 import os, signal, threading, torch, einsight as es
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 torch.set_num_threads(2)
 q, k, v = (torch.randn(1, 1, 40000, 64, requires_grad=True) for _ in range(3))
 output = es.attention(q, k, v, engine="native").sum()
