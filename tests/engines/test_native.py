@@ -288,7 +288,7 @@ def test_bits(sizes: str, settings: str, dtype: torch.dtype) -> None:
         assert torch.equal(found.weights if name == "top" else found, want[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize(
     "settings", ["causal", "window", "documents", "causal from 0", "given", "tiles", "masking bias"]

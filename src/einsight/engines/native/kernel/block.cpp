@@ -16,15 +16,17 @@ static const Real *queries_in_place(const Request &a, const Task &task) {
   return (const Real *)queries_of(a, task.batch, task.group).data + task.row_begin * a.query_stride[2];
 }
 
-static void begin(const Request &a, const Task &task, const Sight &s, bool copies, Workspace &work, Rows &rows) {
-  int64_t query_stride = round_up(a.d, kMaxWidth), padded = ValuePanels(a.e).padded();
-  rows.count = task.row_end - task.row_begin;
+static void copy_queries(const Request &a, const Task &task, const Sight &s, int64_t count, Real *to) {
+  for (int64_t r = 0; r < count; r++, to += round_up(a.d, kMaxWidth))
+    if (a.pairs)
+      pack_row_of_pairs(in_pairs(a, queries_of(a, task.batch, s.head[r])), s.query[r], a.query_factor() < 0, to);
+    else
+      pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), to);
+}
+
+static void begin(const Request &a, const Sight &s, Rows &rows) {
+  int64_t padded = ValuePanels(a.e).padded();
   for (int64_t r = 0; r < rows.count; r++) {
-    Real *query = work.query + r * query_stride;
-    if (!copies) ;
-    else if (a.pairs) pack_row_of_pairs(in_pairs(a, queries_of(a, task.batch, s.head[r])), s.query[r],
-                                        a.query_factor() < 0, query);
-    else pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), query);
     rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
     rows.largest[r] = -kInfinity;
   }
@@ -41,7 +43,8 @@ static void begin(const Request &a, const Task &task, const Sight &s, bool copie
 // Scores of a tile, panel by panel, so that a panel stays in L1 while all rows use it. Marks in live[group] the panels
 // of which some row of the group sees a key; the others are not multiplied.
 static void score_tile(const Request &a, const Sight &s, const Rows &rows, const Workspace &work, const Tile &tile,
-                       const Real *queries, const Source &keys, int64_t tile_begin, Real *scores, int64_t stride, uint32_t *live) {
+                       const Real *queries, const Source &keys, int64_t tile_begin, Real *scores, int64_t stride,
+                       uint32_t *live) {
   int64_t query_stride = round_up(a.d, kMaxWidth);
   Real ignored[kGroup * kMaxWidth] = {};
   fill(work.tile_max, 0, rows.count * kMaxWidth, -kInfinity);
@@ -129,8 +132,10 @@ inline Span live_part(const Span &span, int64_t tile, uint32_t live) {
 
 static void attend(const Request &a, const Task &task, Packed &packed, Workspace &work, Rows &rows) {
   Sight s = look(a, task, a.group());
+  rows.count = task.row_end - task.row_begin;
   const Real *in_place = queries_in_place(a, task), *queries = in_place ? in_place : work.query;
-  begin(a, task, s, !in_place, work, rows);
+  if (!in_place) copy_queries(a, task, s, rows.count, work.query);
+  begin(a, s, rows);
   if (a.tiles) return attend_by_tiles(a, task, s, packed, work, rows);
   Real exponent = a.unit() * kLog2e;
   Source keys = keys_of(a, task.batch, task.group);

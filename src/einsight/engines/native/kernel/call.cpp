@@ -101,8 +101,9 @@ template <class T> static const T *vector(nb::handle tensor) {
 
 // A bound of a rule: a tensor, or how far ahead of each query's row it lies; None is none, which `far` is.
 static const int64_t *bound(nb::handle given, int64_t (&stride)[3], int64_t &ahead, int64_t far) {
-  ahead = PyLong_Check(given.ptr()) ? nb::cast<int64_t>(given) : far;
-  return PyLong_Check(given.ptr()) ? nullptr : static_cast<const int64_t *>(input(given, stride));
+  bool is_number = PyLong_Check(given.ptr());
+  ahead = is_number ? nb::cast<int64_t>(given) : far;
+  return is_number ? nullptr : static_cast<const int64_t *>(input(given, stride));
 }
 
 // Fills in the parts of a rule: (lo, hi, seen, shows, query_ids, key_ids); all but `shows` may be None.

@@ -22,8 +22,8 @@ int64_t padded_value(const Request &a) { return round_up(a.e, kMaxWidth); }
 
 Rows take_rows(Arena &arena, const Request &a, int64_t rows) {
   Rows s{};
-  s.reference = arena.take(rows);
-  s.largest = arena.take(rows);
+  s.reference = arena.take(a.room(rows));
+  s.largest = arena.take(a.room(rows));
   s.sum = arena.take(rows * kMaxWidth);
   s.moment = arena.take(rows * kMaxWidth);
   s.output = arena.take(rows * padded_value(a));
@@ -34,14 +34,14 @@ Rows take_rows(Arena &arena, const Request &a, int64_t rows) {
 void take_weights(Arena &arena, const Request &a, int64_t rows, Rows &s) {
   if (!a.keeps_weights()) return;
   s.weights = arena.take(a.room(rows) * (round_up(a.j, kPanel) + 16));
-  s.tile_reference = arena.take(a.room(rows) * ((a.j + a.step() - 1) / a.step()));
+  s.tile_reference = arena.take(a.room(rows) * (a.step_of(a.j - 1) + 1));
   s.rows_stride = a.room(rows);
 }
 
 Workspace take_workspace(Arena &arena, const Request &a, int64_t rows) {
   Workspace w{};
   w.query = arena.take(a.room(rows) * round_up(a.d, kMaxWidth));
-  w.tile_max = arena.take(rows * kMaxWidth);
+  w.tile_max = arena.take(round_up(rows, kGroup) * kMaxWidth);  // read by whole groups
   if (!a.keeps_weights()) w.scores = arena.take(a.tiles ? 2 * kStrip * kPanel : rows * (kTile + 16));
   if (a.is_dense() || a.pairs) w.values = arena.take(kTile * kPanel);
   if (a.pairs) w.pairs = arena.take(a.tiles ? 2 * kStrip * kPanel / 2 : kGroup * kPairStride);

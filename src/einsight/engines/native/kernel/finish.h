@@ -69,8 +69,8 @@ inline void weigh(const Request &a, const Rows &rows, const Sight &s, int64_t r,
   Span hull = hull_of(s, r / kGroup);
   int64_t lo = s.lo[r], hi = s.hi[r];
   for (int64_t j = lo / kPanel * kPanel; j < hi;) {
-    Real factor = step_factor(a, rows, r, a.tiles ? j / kPanel : j / kTile, inverse);
-    int64_t end = least(round_up(hi, kPanel), a.tiles ? round_up(j + 1, kPanel) : round_up(j + 1, kTile));
+    int64_t step = a.step_of(j), end = least(round_up(hi, kPanel), (step + 1) * a.step());
+    Real factor = step_factor(a, rows, r, step, inverse);
     if (factor != factor) fill(row, j, end, __builtin_nanf(""));  // whatever sign the NaN had
     else for (int64_t k = j; k < end; k += W) store(row + k, load(row + k) * factor);
     j = end;
@@ -200,6 +200,22 @@ inline void end_sums(const Request &a, const Sight &s, const Rows &rows, Workspa
           data[c - sums.first] = total;
         }
       }
+  }
+}
+
+// The values of one panel that a row sees, zeros in the place of the others. `values` has rows of `width`, `step`
+// apart, each of one key, or of two.
+inline void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, int64_t tile_begin, const Real *values,
+                      int64_t step, int64_t width, Real *to) {
+  for (int64_t key = live.begin; key < live.end; key += W) {
+    uint32_t seen = lanes(visible(a, s, r, key));
+    for (int64_t k = 0; k < W; k += a.pairs ? 2 : 1) {
+      int64_t n = (key + k - tile_begin) / (a.pairs ? 2 : 1);
+      uint32_t first = seen >> k & 1 ? 0xffffu : 0, second = seen >> (k + 1) & 1 ? 0xffff0000u : 0;
+      Bits keep = a.pairs ? Bits{} + (first | second) : seen >> k & 1 ? ~Bits{} : Bits{};  // as wide as a number
+      for (int64_t v = 0; v < width; v += W)
+        store(to + n * width + v, (Vec)(bits(load(values + n * step + v)) & keep));
+    }
   }
 }
 

@@ -87,6 +87,7 @@ struct Request : Rule {
   int64_t rows() const { return h / g * i; }  // query rows that read one key head
   int64_t group() const;            // query rows whose products with a panel are one step
   int64_t step() const;             // keys between two updates of the running maximum
+  int64_t step_of(int64_t key) const;
   int64_t room(int64_t rows) const { return tiles ? round_up(rows, kStrip) : rows; }  // rows that products touch
   bool keeps_weights() const { return ask_count > 0; }
 
@@ -130,6 +131,7 @@ constexpr int kPairStride = kTile / 2 + 16;  // of weights two at a time
 inline int64_t Request::slab() const { return rows() <= kGroup ? 16 : 64; }
 inline int64_t Request::value_chain() const { return rows() <= kBlock ? 64 : kTile; }
 inline int64_t Request::step() const { return tiles ? kPanel : kTile; }
+inline int64_t Request::step_of(int64_t key) const { return tiles ? key / kPanel : key / kTile; }
 inline int64_t Request::group() const { return tiles ? kStrip : kGroup; }
 inline int64_t Request::tile_steps() const { return pairs ? kTile / 2 : kTile; }
 

@@ -6,6 +6,7 @@ namespace einsight {
 inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
+// Hides the keys of a panel that their bytes don't show, and takes the largest of the others.
 template <bool shows> inline void hide(const uint8_t *seen, Real *scores, Real *tile_max) {
   Vec top = load(tile_max);
   for (int column = 0; column < kPanel; column += W) {
@@ -17,7 +18,8 @@ template <bool shows> inline void hide(const uint8_t *seen, Real *scores, Real *
   store(tile_max, top);
 }
 
-inline void keep(const View &v, int64_t key, Real *scores, Real *tile_max) {
+// The same where a row sees an interval.
+inline void hide_outside(const View &v, int64_t key, Real *scores, Real *tile_max) {
   Vec top = load(tile_max);
   for (int column = 0; column < kPanel; column += W) {
     Int n = iota() + (int32_t)(key + column);
@@ -34,7 +36,7 @@ inline void adjust(const Request &a, const Sight &s, int64_t r, int64_t key, Rea
   const View &v = s.view[r];
   if (!a.adjusted() && is_bytes(v, key, kPanel))
     return v.shows ? hide<true>(v.seen + key, scores, tile_max) : hide<false>(v.seen + key, scores, tile_max);
-  if (!a.adjusted() && a.is_interval()) return keep(v, key, scores, tile_max);
+  if (!a.adjusted() && a.is_interval()) return hide_outside(v, key, scores, tile_max);
   Vec top = all(-kInfinity);
   for (int column = 0; column < kPanel; column += W) {
     Vec x = load(scores + column);

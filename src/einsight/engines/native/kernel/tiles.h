@@ -7,22 +7,6 @@ namespace einsight {
 inline namespace EINSIGHT_PRECISION {
 namespace EINSIGHT_LEVEL {
 
-// The values of one panel that a row sees, zeros in the place of the others. `values` has rows of `width`, `step`
-// apart, each of one key, or of two.
-inline void copy_seen(const Request &a, const Sight &s, int64_t r, Span live, int64_t tile_begin, const Real *values,
-                      int64_t step, int64_t width, Real *to) {
-  for (int64_t key = live.begin; key < live.end; key += W) {
-    uint32_t seen = lanes(visible(a, s, r, key));
-    for (int64_t k = 0; k < W; k += a.pairs ? 2 : 1) {
-      int64_t n = (key + k - tile_begin) / (a.pairs ? 2 : 1);
-      uint32_t first = seen >> k & 1 ? 0xffffu : 0, second = seen >> (k + 1) & 1 ? 0xffff0000u : 0;
-      uint32_t keep = a.pairs ? first | second : seen >> k & 1 ? ~0u : 0;
-      for (int64_t v = 0; v < width; v += W)
-        store(to + n * width + v, (Vec)(bits(load(values + n * step + v)) & keep));
-    }
-  }
-}
-
 #if defined(__AMX_BF16__) && !EINSIGHT_IS_DOUBLE
 constexpr int64_t kNear = 3 * kStrip;        // rows that pass over a tile together: their outputs stay close
 constexpr int64_t kStripPairs = kPanel / 2;  // a row of weights, two at a time
