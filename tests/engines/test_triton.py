@@ -15,6 +15,8 @@ from checks import draw
 
 import einsight as es
 from einsight.engines import torch_flash, triton
+from einsight.engines.rules import Rule
+from einsight.engines.triton.lowered import ends
 from einsight.pose import pose
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,13 @@ def test_kernels_compile_and_spill_nothing(arch: str) -> None:
 def test_the_benchmark_says_that_there_is_no_gpu() -> None:
     done = run(["benchmarks/gpu.py"])
     assert done.returncode == 1 and done.stderr.startswith("PyTorch sees no GPU here; the correctness alone")
+
+
+def test_bounds_as_numbers_are_those_of_the_window() -> None:
+    i, j, offset = 5, 7, 3
+    problem = pose(*(draw(1, 1, n, 4) for n in (i, j, j)), es.window(4, 1), offset=offset)
+    lo, hi = ends(Rule(offset - 4, offset + 2), i, j)
+    assert torch.equal(lo, problem.bounds.lo) and torch.equal(hi, problem.bounds.hi)
 
 
 def test_it_is_for_gpus() -> None:

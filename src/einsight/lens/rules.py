@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -155,19 +156,20 @@ def repeated(first: Steps, then: Steps) -> Steps | None:
 
 def plain(steps: Steps) -> Steps:
     """Steps under a mask of Einsight's that isn't one of the simple ones: perhaps it comes to the same."""
-    global _asked
     mask = steps.rule.other
     if not isinstance(mask, es.Mask):
         return steps
     where = steps.i, steps.width, steps.offset - (steps.keys - steps.width)
-    if _asked is None or _asked[0] is not mask or _asked[1] != where:  # the layers of a model share one
+    known = _PLAIN.setdefault(mask, {})
+    if where not in known:
         i, j, offset = where
         dense = mask.dense(i, j, offset=offset)
-        _asked = mask, where, recognise(dense[(None,) * (4 - dense.ndim)], i, j)[0]
-    return steps._replace(rule=_asked[2])
+        known[where] = recognise(dense[(None,) * (4 - dense.ndim)], i, j)[0]
+    return steps._replace(rule=known[where])
 
 
-_asked: tuple[es.Mask, tuple[int, int, int], Rule] | None = None
+# The layers of a model share a mask, and ask the same of it; what was found is forgotten with the mask.
+_PLAIN: WeakKeyDictionary[es.Mask, dict[tuple[int, int, int], Rule]] = WeakKeyDictionary()
 
 
 def _causal(steps: Steps) -> Rule | None:

@@ -124,6 +124,9 @@ def backward(
     return Gradients(*made)
 
 
+_PLAIN = getattr(Tensor, "__torch_dispatch__", None)
+
+
 def _is_watched(*operands: Tensor | None) -> bool:
     """Whether something between PyTorch and its kernels looks on: it has to see an operation, and its tensors may hold
     no numbers for a kernel to read."""
@@ -244,7 +247,6 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any)
     return _gradients(query, key, value, rest[4], *rest[19:])
 
 
-_PLAIN = getattr(Tensor, "__torch_dispatch__", None)
 library = torch.library.Library("einsight", "FRAGMENT")
 _PROBLEM = (
     "Tensor query, Tensor key, Tensor? value, float scale, float softcap, Tensor? sink, Tensor? slopes, Tensor? bias, "
