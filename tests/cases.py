@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -157,12 +158,18 @@ def score_mod(score: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tens
 
 
 @st.composite
-def cases(draw: Any, dtypes: list[torch.dtype] = DTYPES, lengths: list[int] = LENGTHS) -> Case:
+def cases(
+    draw: Any,
+    dtypes: list[torch.dtype] = DTYPES,
+    lengths: list[int] = LENGTHS,
+    dims: Sequence[int] = (1, 2, 5, 8),
+) -> Case:
     """A whole problem, with the arguments that say it to einsight."""
     b = draw(st.sampled_from([1, 2, 3, 0] if 0 in lengths else [1, 2, 3]))
     g, shared = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     i, j = draw(st.sampled_from(lengths)), draw(st.sampled_from(lengths))
-    d, e = draw(st.sampled_from([1, 2, 5, 8])), draw(st.sampled_from([1, 3, 5]))
+    d = draw(st.sampled_from(dims))
+    e = draw(st.sampled_from([1, 3, 5, d]))
     dtype, h = draw(st.sampled_from(dtypes)), g * shared
     offset = draw(st.sampled_from([0, j - i, "items"]))
     if offset == "items":

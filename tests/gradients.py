@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import oracle
 import torch
-from checks import ORDERS
+from checks import MANY, ORDERS, check_close, coarser, share
 from oracle import Case
 from torch import Tensor
 
@@ -24,27 +25,61 @@ def loss(results: dict[str, Tensor], seed: int) -> Tensor:
 
 
 def gradients(total: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The graph is kept, for other losses of the same results."""
     if not total.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    found = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
 
 
-def of_oracle(case: Case, readouts: dict[str, Any], dtype: torch.dtype, order: int, seed: int) -> dict[str, Tensor]:
-    operands = {n: getattr(case, n).detach().to(dtype).requires_grad_() for n in ("query", "key", "value")}
-    o = oracle.attend(replace(case, **operands), dtype, order)
-    found = {n: expected(o) for n, (_, expected) in readouts.items()}
-    found = {n: x[0] if isinstance(x, tuple) else x for n, x in found.items()}
-    return gradients(loss({"": o["output"], **found}, seed), {**operands, **case.learned})
+def floats(output: Tensor, results: dict[str, Any]) -> dict[str, Tensor]:
+    """The output, and of each result what has a gradient."""
+    return {"output": output, **{n: weights_of(x) for n, x in results.items()}}
 
 
-def low_precision(
-    case: Case, readouts: dict[str, Any], dtype: torch.dtype, right: dict[str, Tensor], seed: int
-) -> list[dict[str, Tensor]]:
-    """The gradients as the formula in a dtype errs, over several losses: a gradient may be a single number, on which
-    the formula is right by luck."""
-    low = []
-    for order in range(ORDERS):
-        coarse, exact = (of_oracle(case, readouts, t, order, seed + order) for t in (dtype, torch.float64))
-        low.append({n: right[n].double() + (coarse[n].double() - exact[n].double()) for n in right})
-    return low
+def weights_of(result: Any) -> Tensor:
+    """Of a top-k the weights, and not their keys."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+class TrueGradients:
+    """The right gradients, and these as the formula in the problem's dtype errs, in several orders of summation, each
+    with a loss of its own: a gradient may be a single number, on which the formula is right by luck."""
+
+    def __init__(self, case: Case, readouts: dict[str, Any], seed: int):
+        self.case, self.readouts, self.seed = case, readouts, seed
+        self.dtype, self.finer = coarser(case.query.dtype)
+        for leaf in case.learned.values():
+            leaf.requires_grad_()
+        case.allowed()  # asked once for all
+        self._exact = self._attend(torch.float64, 0)
+        self.right = {n: x.double() for n, x in self._exact(seed).items()}
+        self.measure(ORDERS)
+
+    def measure(self, orders: int) -> None:
+        """The formula's error in so many orders of summation."""
+        self.low: list[dict[str, Tensor]] = []
+        for seed in range(self.seed, self.seed + orders):
+            coarse, fine = self._attend(self.dtype, seed - self.seed)(seed), self._exact(seed)
+            self.low.append({n: self.right[n] + (coarse[n].double() - fine[n].double()) for n in fine})
+
+    def share(self, name: str, got: Tensor) -> float:
+        return share(got, self.right[name], [x[name] for x in self.low], self.finer)
+
+    def of(self, results: dict[str, Tensor], operands: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients on trial, from results of the problem with these operands."""
+        return gradients(loss(results, self.seed), {**operands, **self.case.learned})
+
+    def check(self, got: dict[str, Tensor]) -> None:
+        if any(self.share(name, x) > 1 for name, x in got.items()):
+            self.measure(MANY)
+        for name, x in got.items():
+            check_close(f"gradient of {name}", x, self.right[name], [low[name] for low in self.low], self.finer)
+
+    def _attend(self, dtype: torch.dtype, order: int) -> Callable[[int], dict[str, Tensor]]:
+        """The gradients by the formula, of any loss."""
+        case = self.case
+        operands = {n: getattr(case, n).detach().to(dtype).requires_grad_() for n in ("query", "key", "value")}
+        found = oracle.attend(replace(case, **operands), dtype, order)
+        results = floats(found["output"], {n: expected(found) for n, (_, expected) in self.readouts.items()})
+        return lambda seed: gradients(loss(results, seed), {**operands, **case.learned})

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Predicate = Callable[[int, int, int, int, int], bool]  # (b, h, i, p, j)
 
@@ -123,15 +124,12 @@ def max_score(scores: Tensor) -> Tensor:
 
 
 def topk(weights: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """By plain sorting, row by row."""
-    found = torch.zeros(*weights.shape[:-1], k, dtype=weights.dtype)
-    index = torch.full((*weights.shape[:-1], k), -1)
-    for at in itertools.product(*map(range, weights.shape[:-1])):
-        seen = visible[at].nonzero().flatten().tolist()
-        best = sorted(seen, key=lambda key: (-weights[at][key].item(), key))[:k]
-        for place, key in enumerate(best):
-            found[at][place], index[at][place] = weights[at][key], key
-    return found, index
+    """By sorting whole rows, of equal weights the first key before the others."""
+    found, index = weights.masked_fill(~visible, -1).sort(dim=-1, descending=True, stable=True)
+    index = index.masked_fill(found < 0, -1)
+    found = found.clamp(min=0)
+    more = max(k - weights.shape[-1], 0)
+    return pad(found[..., :k], (0, more)), pad(index[..., :k], (0, more), value=-1)
 
 
 def pool(weights: Tensor, block: int) -> Tensor:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from cases import cases, readouts_for
-from checks import ORDERS, check_close, coarser, drawing
+from checks import Truth, drawing
 from engines_under_test import ENGINES, using
-from gradients import gradients, loss, low_precision, of_oracle
+from gradients import TrueGradients, floats
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Case
-from torch import Tensor
 
 import einsight as es
 
 relaxed = drawing(120)
-
-
-def check_top(got: Any, o: dict[str, Tensor], right: tuple[Tensor, Tensor], low: list[Any], finer: float) -> None:
-    """Rounding may swap neighbours, so the weights are compared, and each index by the weight it stands for."""
-    check_close("top weights", got.weights, right[0], [x[0] for x in low], finer)
-    assert torch.equal(got.indices == -1, right[1] == -1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -41,17 +33,16 @@ def test_forward(engine: str, case: Case, data: Any) -> None:
             assert torch.equal(output, es.attention(case.query, case.key, case.value, **call)), (
                 "a readout changed a bit"
             )
-    dtype, finer = coarser(case.query.dtype)
-    right = oracle.attend(case)
-    low = [oracle.attend(case, dtype, order) for order in range(ORDERS)]
-    check_close("output", output, right["output"], [o["output"] for o in low], finer)
+    truth = Truth(case)
+    truth.check("output", output, lambda o: o["output"])
     assert output.dtype == case.query.dtype
     for n, (_, expected) in readouts.items():
-        if n.startswith("top"):
-            check_top(seen[n], right, expected(right), [expected(o) for o in low], finer)
+        if n.startswith("top"):  # rounding may swap neighbours, so the weights are compared
+            truth.check(n, seen[n].weights, lambda o, of=expected: of(o)[0])
+            assert torch.equal(seen[n].indices == -1, expected(truth.right)[1] == -1)
         else:
             assert seen[n].dtype == (torch.float64 if case.query.dtype == torch.float64 else torch.float32)
-            check_close(n, seen[n], expected(right), [expected(o) for o in low], finer)
+            truth.check(n, seen[n], expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -61,18 +52,10 @@ def test_gradients(engine: str, case: Case, data: Any, seed: int) -> None:
     readouts = readouts_for(case, data.draw)
     if case.bias is not None and case.query.dtype == torch.bfloat16:
         readouts.pop("scores", None)  # their coarse gradient in a bias that broadcasts measures the sum, not us
-    for leaf in case.learned.values():
-        leaf.requires_grad_()
+    truth = TrueGradients(case, readouts, seed)
     operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
     with using(engine) as name:
         output, seen = es.attention(
             *operands.values(), readouts={n: r for n, (r, _) in readouts.items()}, engine=name, **case.arguments
         )
-        results = {n: x[0] if isinstance(x, tuple) else x for n, x in seen.items()}
-        got = gradients(loss({"": output, **results}, seed), {**operands, **case.learned})
-    dtype, finer = coarser(case.query.dtype)
-    right = of_oracle(case, readouts, torch.float64, 0, seed)
-    low = low_precision(case, readouts, dtype, right, seed)
-    for n, gradient in got.items():
-        assert gradient.isfinite().all(), n
-        check_close(f"gradient of {n}", gradient, right[n].double(), [x[n] for x in low], finer)
+        truth.check(truth.of(floats(output, seen), operands))

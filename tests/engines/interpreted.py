@@ -10,8 +10,8 @@ import oracle
 import pytest
 import torch
 from cases import cases
-from checks import ORDERS, check_close, coarser, draw, drawing
-from gradients import gradients, loss, low_precision, of_oracle
+from checks import ORDERS, check_close, draw, drawing
+from gradients import TrueGradients, floats
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Case
@@ -50,17 +50,11 @@ def test_gradients(case: Case, data: Any, seed: int) -> None:
     case = without_what_it_refuses(case)
     names = data.draw(st.lists(st.sampled_from(sorted(READOUTS)), unique=True))
     readouts = {n: READOUTS[n] for n in names}
-    for leaf in case.learned.values():
-        leaf.requires_grad_()
+    truth = TrueGradients(case, readouts, seed)
     operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
     asked = {n: r for n, (r, _) in readouts.items()}
     output, seen = es.attention(*operands.values(), readouts=asked, engine="triton", **case.arguments)
-    got = gradients(loss({"": output, **seen}, seed), {**operands, **case.learned})
-    dtype, finer = coarser(case.query.dtype)
-    right = of_oracle(case, readouts, torch.float64, 0, seed)
-    low = low_precision(case, readouts, dtype, right, seed)
-    for n, gradient in got.items():
-        check_close(f"gradient of {n}", gradient, right[n].double(), [x[n] for x in low], finer)
+    truth.check(truth.of(floats(output, seen), operands))
 
 
 # More than one tile of 16 rows and 16 keys in each direction, groups of heads, e ≠ d, and dimensions up to 256.

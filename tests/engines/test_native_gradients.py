@@ -9,8 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from checks import check_close, coarser
-from gradients import gradients, loss, low_precision, of_oracle
+from gradients import TrueGradients, floats, gradients
 from oracle import Case
 from torch import Tensor
 from torch.testing import assert_close
@@ -140,20 +139,15 @@ def attend(case: Case, readouts: dict[str, Any], **tensors: Tensor) -> dict[str,
     given = {n: tensors.get(n, getattr(case, n)) for n in ("query", "key", "value")}
     asked = {n: r for n, (r, _) in readouts.items()}
     output, seen = es.attention(**given, readouts=asked, engine="native", **case.arguments)
-    return {"": output, **{n: x.weights if isinstance(x, tuple) else x for n, x in seen.items()}}
+    return floats(output, seen)
 
 
 def check(case: Case, readouts: dict[str, Any], seed: int = 0) -> None:
-    for leaf in case.learned.values():
-        leaf.requires_grad_()
+    truth = TrueGradients(case, readouts, seed)
     operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
-    got = gradients(loss(attend(case, readouts, **operands), seed), {**operands, **case.learned})
-    right = of_oracle(case, readouts, torch.float64, 0, seed)
-    dtype, finer = coarser(case.query.dtype)
-    low = low_precision(case, readouts, dtype, right, seed)
-    for name, gradient in got.items():
-        assert gradient.dtype == ({**operands, **case.learned})[name].dtype
-        check_close(f"gradient of {name}", gradient, right[name].double(), [x[name] for x in low], finer)
+    got = truth.of(attend(case, readouts, **operands), operands)
+    assert all(got[name].dtype == leaf.dtype for name, leaf in ({**operands, **case.learned}).items())
+    truth.check(got)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -187,6 +181,35 @@ def test_every_instruction_set_and_dtype(
     monkeypatch.setattr(native.operations, "_level", level)
     for settings in ("causal", "alibi", "softcap"):
         check(make(SIZES[sizes], settings, dtype), READOUTS)
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", ["blocks", "deep"])
+def test_where_one_key_is_seen_its_score_has_no_gradient(
+    sizes: str, dtype: torch.dtype, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weight is 1 whatever the score is: what rounding leaves would be all there is."""
+    monkeypatch.setattr(native.operations, "_level", level)
+    case = make(SIZES[sizes], "scale", dtype)
+    case.arguments |= {"mask": es.window(0, 0), "offset": 0}
+    readouts = {} if dtype == torch.float64 else more_readouts(SIZES[sizes])
+    for asked in ({}, {"entropy": READOUTS["entropy"]}, *({name: x} for name, x in readouts.items())):
+        operands = {n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")}
+        results = attend(case, asked, **operands)
+        total = sum(x.double().cos().sum() for x in results.values())
+        found = gradients(total, operands)
+        assert not found["query"].any() and not found["key"].any(), asked
+        assert found["value"].any()
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_large_scores_in_double_precision(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lse of a row is as large as its scores, and its rounding would be in all its weights."""
+    monkeypatch.setattr(native.operations, "_level", level)
+    case = make(SIZES["blocks"], "causal", torch.float64)
+    case.scale = case.arguments["scale"] = 9.0
+    check(case, READOUTS)
 
 
 def test_equal_scores_share_the_gradient_of_the_largest() -> None:
@@ -269,7 +292,7 @@ def test_a_query_that_sees_what_is_spoiled() -> None:
     spoiled = {n: t.requires_grad_() for n, t in spoiled.items()}
     sees = case.allowed()[0, 0, :, 70]
     near = case.allowed()[0, 0][sees].any(0)
-    for name, gradient in gradients(attend(case, {}, **spoiled)[""].sum(), spoiled).items():
+    for name, gradient in gradients(attend(case, {}, **spoiled)["output"].sum(), spoiled).items():
         hit = sees if name == "query" else near
         assert gradient[:, :, ~hit].isfinite().all()
         if name != "value":
@@ -280,9 +303,9 @@ def test_a_query_that_sees_what_is_spoiled() -> None:
 def test_only_what_is_wanted(wanted: str) -> None:
     case = make(SIZES["blocks"], "causal")
     operands = leaves(case)
-    want = gradients(attend(case, READOUTS, **operands)[""].cos().sum(), operands)[wanted]
+    want = gradients(attend(case, READOUTS, **operands)["output"].cos().sum(), operands)[wanted]
     operands = {n: t.detach().requires_grad_(n == wanted) for n, t in operands.items()}
-    got = gradients(attend(case, READOUTS, **operands)[""].cos().sum(), {wanted: operands[wanted]})[wanted]
+    got = gradients(attend(case, READOUTS, **operands)["output"].cos().sum(), {wanted: operands[wanted]})[wanted]
     assert torch.equal(got, want)
 
 
@@ -290,7 +313,7 @@ def test_a_loss_of_readouts_alone() -> None:
     """The values have no part in it."""
     case = make(SIZES["blocks"], "causal")
     operands = leaves(case)
-    total = sum(x.cos().sum() for n, x in attend(case, READOUTS, **operands).items() if n)
+    total = sum(x.cos().sum() for n, x in attend(case, READOUTS, **operands).items() if n != "output")
     found = torch.autograd.grad(total, tuple(operands.values()), allow_unused=True)
     assert found[2] is None
     want = torch.autograd.grad(

@@ -33,23 +33,23 @@ inline void write_output(const Request &a, int64_t at, const Real *row, Real inv
 }
 
 // The sum that weights are divided by, relative to the row's reference, and its logarithm.
-struct Total { Real sum, inverse; double log; };
+struct Total { Real sum, inverse; Wide log; };
 
 inline Total total_of(const Request &a, const Rows &rows, Real sum, int64_t r, int64_t head) {
   if (!a.sink) {
-    double of = !a.lse && !a.entropy ? 0. : kIsDouble ? log(sum) : logf(sum);
+    Wide of = !a.lse && !a.entropy ? 0. : kIsDouble ? std::log((Wide)sum) : (Wide)logf(sum);
     return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, of};
   }
   // The reference may be the sink itself, rounded; and beside a large sink the keys may weigh next to nothing.
-  double above = a.sink[head] - (double)rows.reference[r] * a.unit(), sink = exp(above), total = sum + sink;
+  Wide above = a.sink[head] - (Wide)rows.reference[r] * a.unit(), sink = std::exp(above), total = sum + sink;
   if (total == 0. || rows.reference[r] == -kInfinity) return {0.f, 0.f, -kInfinity};
-  return {(Real)total, (Real)(1. / total), sink > sum ? log1p(sum / sink) + above : log(total)};
+  return {(Real)total, (Real)(1. / total), sink > sum ? std::log1p(sum / sink) + above : std::log(total)};
 }
 
 // lse, and what is lost by rounding it.
-inline void write_lse(const Request &a, int64_t row, double lse) {
+inline void write_lse(const Request &a, int64_t row, Wide lse) {
   a.lse[row] = (Real)lse;
-  double rest = lse - a.lse[row];
+  Wide rest = lse - a.lse[row];
   if (a.lse_rest) a.lse_rest[row] = rest - rest == 0. ? (Real)rest : 0.f;
 }
 
@@ -235,7 +235,7 @@ inline void finish(const Request &a, const Task &task, Workspace &work, Rows &ro
         for (int64_t k = 0; k < a.e * size; k += 64) __builtin_prefetch((char *)a.output + place(r + 6) * size + k, 1);
       write_output(a, place(r), rows.output + r * padded, total.sum == 0.f ? 1.f : total.inverse);
     }
-    if (a.lse) write_lse(a, row, total.sum == 0.f ? -kInfinity : (double)reference * a.unit() + total.log);
+    if (a.lse) write_lse(a, row, total.sum == 0.f ? -kInfinity : (Wide)reference * a.unit() + total.log);
     // NaN loses every comparison, so it has to be put back into the maximum.
     if (a.max_score) a.max_score[row] = sum != sum && !(rows.largest[r] == kInfinity) ? sum : rows.largest[r] * a.unit();
     if (a.entropy) {

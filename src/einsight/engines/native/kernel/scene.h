@@ -67,29 +67,37 @@ constexpr int64_t kSlab = 16;  // steps in one chain of a product whose result i
 inline Real product_with_grad(const Scene &c, const Sight &s, int64_t r, const Real *output_grad) {
   Real *output = c.space.clean;
   pack_row(c.a, c.grad.output, c.grad.output_stride, c.part.batch, s.head[r], s.query[r], c.a.e, 1.f, output);
-  double exact = 0.;
+  Wide exact = 0.;
   Real sum = 0.f;
   for (int64_t slab = 0; slab < c.a.e; slab += kSlab) {
     Real chain = 0.f;
     for (int64_t k = slab; k < least(slab + kSlab, c.a.e); k++) {
       if (output_grad[k] == 0.f) continue;
-      exact += (double)output_grad[k] * output[k];
-      chain += output_grad[k] * output[k];
+      exact += (Wide)output_grad[k] * output[k];
+      chain = multiply_add(output_grad[k], output[k], chain);
     }
     sum = chain + sum;
   }
   return s.hi[r] - s.lo[r] == 1 ? sum : (Real)exact;
 }
 
+// The largest score before its scale, but for rounding. Of a row that sees one key it is that to the bit: the weight is
+// exactly 1 there, and the gradient of its score exactly 0. (lse and its rest are the score then.)
+inline Real base_of(const Scene &c, const Sight &s, int64_t r, int64_t at) {
+  bool is_alone = s.hi[r] - s.lo[r] == 1 && !c.a.sink;
+  if (!is_alone) return c.grad.max_score[at] / c.a.unit();
+  return (Real)(((Wide)c.grad.lse[at] + c.grad.lse_rest[at]) / c.a.unit());
+}
+
 // ln of what exponentials relative to the row's base are multiplied by. The base is the largest score but for rounding,
 // which is why it and not the score stands here.
-inline double log_inverse(const Scene &c, int64_t n, int64_t at) {
-  return (double)c.row.base[n] * c.a.unit() - c.grad.lse[at] - c.grad.lse_rest[at];
+inline Wide log_inverse(const Scene &c, int64_t n, int64_t at) {
+  return (Wide)c.row.base[n] * c.a.unit() - c.grad.lse[at] - c.grad.lse_rest[at];
 }
 
 // The logarithm of the sink's weight.
-inline double sink_log(const Scene &c, int64_t at, int64_t head) {
-  return ((double)c.a.sink[head] - c.grad.lse[at]) - c.grad.lse_rest[at];
+inline Wide sink_log(const Scene &c, int64_t at, int64_t head) {
+  return ((Wide)c.a.sink[head] - c.grad.lse[at]) - c.grad.lse_rest[at];
 }
 
 inline void begin_row(Scene &c, int64_t block, int64_t r) {
@@ -111,8 +119,8 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
     if (!g.looks_first()) mean = product_with_grad(c, s, r, output_grad);
   }
   if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = s.view[r].lo = s.view[r].hi = 0;
-  c.row.base[n] = empty ? 0.f : top / a.unit();
-  c.row.inverse[n] = empty ? 0.f : exp(log_inverse(c, n, at));
+  c.row.base[n] = empty ? 0.f : base_of(c, s, r, at);
+  c.row.inverse[n] = empty ? 0.f : std::exp(log_inverse(c, n, at));
   c.row.entropy[n] = entropy * kLn2;
   c.row.mean[n] = mean;
   c.row.top[n] = c.row.slope[n] = 0.f;
@@ -137,7 +145,7 @@ inline void end_look(Scene &c) {
       Real shift = -c.row.mean[n];
       if (g.lse_grad) shift += g.lse_grad[at];
       if (g.entropy_grad && g.entropy_grad[at] != 0.f && g.max_score[at] > -kInfinity) {
-        Real seen = c.a.sink ? -expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
+        Real seen = c.a.sink ? -std::expm1(sink_log(c, at, c.sight[block].head[r])) : 1.f;
         Real mean = g.entropy_grad[at] * (g.entropy[at] - seen);
         shift -= g.entropy_grad[at] * ((g.entropy[at] - seen) + 1.f + (Real)log_inverse(c, n, at));
         c.row.mean[n] += mean;
@@ -158,7 +166,7 @@ inline void end_rows(Scene &c) {
       if (g.slopes_grad) g.slopes_grad[at] = c.row.slope[n];
       if (g.sink_grad) {
         Real upper = (g.lse_grad ? g.lse_grad[at] : 0.f) - c.row.mean[n];
-        g.sink_grad[at] = upper == 0.f ? 0.f : upper * (Real)exp(sink_log(c, at, c.sight[block].head[r]));
+        g.sink_grad[at] = upper == 0.f ? 0.f : upper * (Real)std::exp(sink_log(c, at, c.sight[block].head[r]));
       }
     }
   }

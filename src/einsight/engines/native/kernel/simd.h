@@ -1,6 +1,7 @@
 // Vectors of floats by compiler extensions: one source for every instruction set.
 // Loads and stores go through memcpy: a vector type with reduced alignment costs a factor of ten.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -65,6 +66,8 @@ inline void fill(Real *to, int64_t begin, int64_t end, Real x) {
   for (int64_t k = begin; k < end; k++) to[k] = x;
 }
 
+INLINE Vec all(Real x) { return x - Vec{}; }
+
 // a b + c in one rounding where the processor has it. Said outright where the compiler might round the product instead,
 // depending on what else uses it.
 INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
@@ -81,8 +84,8 @@ INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
   return a * b + c;
 #endif
 }
+INLINE Real multiply_add(Real a, Real b, Real c) { return multiply_add(all(a), all(b), all(c))[0]; }
 
-INLINE Vec all(Real x) { return x - Vec{}; }
 INLINE Bits bits(Vec v) { return (Bits)v; }
 constexpr Word kSign = (Word)1 << (8 * sizeof(Word) - 1);
 INLINE Vec absolute(Vec v) { return (Vec)(bits(v) & ~kSign); }
@@ -115,6 +118,7 @@ INLINE Real max_lanes(Vec v) { return fold(v, [](Vec a, Vec b) { return larger(a
 
 constexpr Real kLog2e = 1.44269504088896340736, kLn2 = 0.69314718055994530942;
 constexpr Real kInfinity = __builtin_inf();
+using Wide = std::conditional_t<kIsDouble, long double, double>;  // for what a row has one of: sums that nearly cancel
 constexpr Real kSmallest = kIsDouble ? -1022 : -126;  // exp2 below this is 0
 
 // 2^f on [-1/2, 1/2] by Horner's rule, highest power first: a fit of degree 6, or for double ln(2)^n / n! up to 13.
