@@ -12,7 +12,6 @@ less what it held with the model loaded.
 from __future__ import annotations
 
 import copy
-import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process import held
 
 NAMES = ("sdpa", "einsight")
 WORK = ("forward", "64 tokens", "window 512")
@@ -100,16 +100,11 @@ def alone(work: str, name: str, tokens: int) -> None:
     model.set_attn_implementation(name)
     windowed.set_attn_implementation(name)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    before = peak()
+    before = held("VmHWM")
     cache = prefill(windowed if work == "window 512" else model, ids)
     if work == "64 tokens":
         continued(model, ids, cache)
-    print(peak() - before)
-
-
-def peak() -> int:
-    """The most memory this process has held, in KB (Linux)."""
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    print(held("VmHWM") - before)
 
 
 def memory(tokens: int) -> None:
@@ -119,7 +114,7 @@ def memory(tokens: int) -> None:
         for name in NAMES:
             command = [sys.executable, __file__, "alone", work, name, str(tokens)]
             ran = subprocess.run(command, capture_output=True, text=True, check=True)
-            peaks[name] = int(ran.stdout.split()[-1]) / 1024
+            peaks[name] = float(ran.stdout.split()[-1])
         print(f"  {work:12} sdpa {peaks['sdpa']:7.0f} MB   einsight {peaks['einsight']:7.0f} MB", flush=True)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from process import held
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import einsight as es
@@ -122,23 +123,24 @@ def train() -> None:
         print(f"{sizes[2]} layers of {sizes[1]}, training step [{b}, {length}]: {said}  {ratios} ×")
 
 
-PEAK = """
-import resource, sys, torch, einsight as es
-model = es.nn.Decoder(es.nn.DecoderConfig(256, 160, 2, 4, 426))
-def step(n):
-    model(torch.zeros(1, n, dtype=torch.int64)).logsumexp(-1).mean().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(step(int(sys.argv[1])))
-"""
+def step(tokens: int) -> None:
+    """Print the peak of a process that makes one training step."""
+    model = es.nn.Decoder(es.nn.DecoderConfig(256, 160, 2, 4, 426))
+    model(torch.zeros(1, tokens, dtype=torch.int64)).logsumexp(-1).mean().backward()
+    print(held("VmHWM"))
 
 
 def memory() -> None:
     """Peak memory of a training step as the sequence grows, each in a process of its own."""
-    base = float(subprocess.run([sys.executable, "-c", PEAK, "64"], capture_output=True, text=True, check=True).stdout)
-    for n in (2048, 4096, 8192):
-        ran = subprocess.run([sys.executable, "-c", PEAK, str(n)], capture_output=True, text=True, check=True)
-        held = float(ran.stdout) - base
-        print(f"forward + backward of {n} tokens: {held:.0f} MB, {held / n * 1024:.1f} KB per token")
+
+    def peak(tokens: int) -> float:
+        command = [sys.executable, __file__, "step", str(tokens)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    base = peak(64)
+    for tokens in (2048, 4096, 8192):
+        more = peak(tokens) - base
+        print(f"forward + backward of {tokens} tokens: {more:.0f} MB, {more / tokens * 1024:.1f} KB per token")
 
 
 def main() -> None:
@@ -149,4 +151,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["step"]:
+        step(int(sys.argv[2]))
+    else:
+        main()

@@ -11,11 +11,12 @@ others use, look at the CPU's time, with OMP_NUM_THREADS=1.
 from __future__ import annotations
 
 import pathlib
-import resource
 import statistics
 import subprocess
 import sys
 import time
+
+from process import held
 
 
 def measure(kind: str, tokens: int) -> None:
@@ -52,8 +53,7 @@ def measure(kind: str, tokens: int) -> None:
                 call.weights.read([es.Entropy(), es.Received(), es.MaxScore()])
             lens.heads(ids, tokenizer)
         seconds, spent = time.perf_counter() - start, time.process_time() - spent
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(seconds, spent, peak / 1024)
+    print(seconds, spent, held("VmHWM"))
 
 
 def main(tokens: int, rounds: int) -> None:

@@ -4,10 +4,11 @@ python benchmarks/look.py [tokens]
 """
 
 import pathlib
-import resource
 import subprocess
 import sys
 import time
+
+from process import held
 
 
 def text(tokens: int) -> str:
@@ -45,7 +46,7 @@ def look(path: str) -> None:
 
 def report(start: float) -> None:
     seconds = time.perf_counter() - start
-    print(f"{seconds:.2f} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}", file=sys.stderr)
+    print(f"{seconds:.2f} {held('VmHWM'):.0f}", file=sys.stderr)
 
 
 def main(tokens: int) -> None:

@@ -8,25 +8,15 @@ the megabytes, and how many tokens they are of.
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 
 import torch
+from process import held
 
 import einsight as es
 
 MASKS = {"none": None, "causal": es.causal(), "window": es.window(255, 0)}
 READOUTS = [es.LogSumExp(), es.Entropy(), es.MaxScore(), es.Received(), es.TopK(4)]
-
-
-def held(name: str) -> float:
-    """The megabytes that this process holds (VmRSS), or has held at most (VmHWM), as Linux tells.
-
-    Not getrusage's ru_maxrss, in which a process begins with what the one that started it held.
-    """
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
 
 def measure(tokens: int, mask: str, engine: str, passes: str) -> float:
