@@ -29,27 +29,28 @@ def drawing(examples: int) -> settings:
     )
 
 
-def coarser(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype whose error is measured for the budget, and its distance: float64's is 2⁻²⁹ of float32's."""
-    return (torch.float32, 2.0**-29) if dtype == torch.float64 else (dtype, 1.0)
+def formulas(dtype: torch.dtype) -> list[tuple[torch.dtype, float]]:
+    """The dtypes in which the formula's error is measured for the budget, and what it counts for there. The truth
+    about float64 is float64 itself: its error shows in other orders of summation, or as 2⁻²⁹ of float32's."""
+    return [(torch.float32, 2.0**-29), (torch.float64, 1.0)] if dtype == torch.float64 else [(dtype, 1.0)]
 
 
-def share(got: Tensor, right: Tensor, low: list[Tensor], finer: float, more: float = 0.0) -> float:
+def share(got: Tensor, right: Tensor, low: list[Tensor], more: float = 0.0) -> float:
     """The error as a share of its budget, to which `more` is added; ∞ where the shape is another, or a number is finite
     that shouldn't be, or the other way round."""
     unreal = ~right.isfinite()
     if got.shape != right.shape or not torch.equal(got.double()[unreal].nan_to_num(7), right[unreal].nan_to_num(7)):
         return math.inf
     error = (got.detach().double() - right)[~unreal].abs().max().item() if (~unreal).any() else 0.0
-    budget = oracle.budget(right, low, got.dtype, finer) + more
+    budget = oracle.budget(right, low, got.dtype) + more
     if error == 0:
         return 0.0
     return math.inf if math.isnan(error) or budget == 0 else error / budget
 
 
-def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], finer: float, more: float = 0.0) -> None:
+def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], more: float = 0.0) -> None:
     """`more` is added to the budget."""
-    found = share(got, right, low, finer, more)
+    found = share(got, right, low, more)
     assert found <= 1, f"{name}: {found:.3g} of its budget"
 
 
@@ -58,24 +59,33 @@ class Truth:
 
     def __init__(self, case: Case):
         self.case, self.right = case, oracle.attend(case)
-        self.dtype, self.finer = coarser(case.query.dtype)
         self.measure(ORDERS)
 
     def measure(self, orders: int) -> None:
         """The formula's error in so many orders of summation."""
-        self.low = [oracle.attend(self.case, self.dtype, order) for order in range(orders)]
+        self.orders = orders
+        self.low = [
+            (oracle.attend(self.case, dtype, order), factor)
+            for dtype, factor in formulas(self.case.query.dtype)
+            for order in range(orders)
+        ]
+
+    def low_of(self, of: Callable[[dict[str, Tensor]], Tensor]) -> list[Tensor]:
+        """As the formula errs."""
+        right = of(self.right)
+        return [right + (of(o).double() - right) * factor for o, factor in self.low]
 
     def share(self, got: Tensor, of: Callable[[dict[str, Tensor]], Tensor], more: float = 0.0) -> float:
         """`got` is what `of` makes of the oracle's output, weights, scores, visible, lse."""
-        return share(got, of(self.right), [of(o) for o in self.low], self.finer, more)
+        return share(got, of(self.right), self.low_of(of), more)
 
     def check(self, name: str, got: Tensor, of: Callable[[dict[str, Tensor]], Tensor], more: float = 0.0) -> None:
-        if self.share(got, of, more) > 1 and len(self.low) < MANY:
+        if self.orders < MANY and self.share(got, of, more) > 1:
             self.measure(MANY)
-        check_close(name, got, of(self.right), [of(o) for o in self.low], self.finer, more)
+        check_close(name, got, of(self.right), self.low_of(of), more)
 
     def budget(self, of: Callable[[dict[str, Tensor]], Tensor], dtype: torch.dtype) -> float:
-        return oracle.budget(of(self.right), [of(o) for o in self.low], dtype, self.finer)
+        return oracle.budget(of(self.right), self.low_of(of), dtype)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -140,11 +140,10 @@ def pool(weights: Tensor, block: int) -> Tensor:
     return torch.stack(columns, -1) if columns else rows.new_zeros(*rows.shape[:3], 0)
 
 
-def budget(reference: Tensor, low: list[Tensor], result_dtype: torch.dtype, finer: float = 1.0) -> float:
+def budget(reference: Tensor, low: list[Tensor], result_dtype: torch.dtype) -> float:
     """Twice the formula's own error in a dtype, over several orders of summation, plus one rounding of the result.
 
-    `finer` scales the formula's error when it was computed in a coarser dtype than the one on trial: float64, in which
-    the oracle errs itself as much as the formula does, so that two results may lie three such errors apart.
+    In float64 the oracle errs itself as much as the formula does, so that two results may lie three such errors apart.
     """
     if reference.numel() == 0:
         return 0.0
@@ -152,4 +151,4 @@ def budget(reference: Tensor, low: list[Tensor], result_dtype: torch.dtype, fine
     size = reference[finite].abs().max().item() if finite.any() else 0.0
     error = max((x.double() - reference)[finite].abs().max().item() if finite.any() else 0.0 for x in low)
     rounding = torch.finfo(result_dtype).eps * size
-    return 2 * (error + rounding) if finer == 1 else 3 * error * finer + 2 * rounding
+    return (3 if result_dtype == torch.float64 else 2) * error + 2 * rounding
