@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard CMakeLists.txt src/einsight/engines/native/kernel/*)
 
-.PHONY: demo test check lint docs model browser sanitize ship
+.PHONY: demo test coverage check lint docs model browser sanitize ship
 demo: .venv/installed
 	$(BIN)/einsight look --file examples/passage.txt --html report.html
 
 # A worker for each core, up to four: most tests keep one busy, and each worker reads the default model.
 test: .venv/installed model browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# The same, and which lines of the package no test comes to.
+coverage: .venv/installed model browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --cov --cov-report term-missing
 
 # What a change has to pass beside the tests: style, types, and the documentation, of which every block of code is run.
 check: lint docs model

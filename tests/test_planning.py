@@ -15,7 +15,7 @@ q, k, v = operands(e=11)
 
 @pytest.fixture(autouse=True)
 def without_a_compiled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned where there was no compiler; tests/engines/test_native.py has the other plans."""
+    """What is planned where there was no compiler; tests/engines/test_native_calls.py has the other plans."""
     monkeypatch.setattr(native.operations, "kernel", None)
 
 

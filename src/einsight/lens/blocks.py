@@ -51,7 +51,7 @@ class Blocks:
     def clean(self, run: Callable[[], Any]) -> Any:
         """Run the model as it is, and remember what its blocks gave."""
 
-        def block(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def block(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._began += 1
             result = forward(*args, **kwargs)
             self.results.append(tree_map_only(Tensor, torch.clone, result))
@@ -79,7 +79,7 @@ class Blocks:
         """
         ran, self.reached = 0, None
 
-        def block(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def block(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal ran
             ran += 1
             if ran - 1 == watched:

@@ -52,7 +52,7 @@ def seen(
 
 
 @seen.register_fake
-def _(changed, query, key, value, mask, is_causal, scale, bias, softcap, sink, source) -> None:
+def _(*given: Any) -> None:
     return None
 
 
@@ -67,7 +67,16 @@ def report(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
     seen(CHANGED, query, key, value, mask, is_causal, scale, bias, given.get("softcap"), sink, where())
 
 
-def arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
     """Those of `scaled_dot_product_attention` that the operator takes, by name."""
     return {
         "query": query,

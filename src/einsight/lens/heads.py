@@ -50,7 +50,7 @@ def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     """The table of some layers' heads; see `Lens.heads`."""
     ids, real = _ids(tokens)
     kinds = None if tokenizer is None else _kinds(ids, tokenizer)
-    columns: dict[str, list] = {"layer": [], "head": []}
+    columns: dict[str, list[Any]] = {"layer": [], "head": []}
     sequences: dict[Any, _Sequence] = {}
     calls = [_without_drafts(call, ids.shape[1]) for call in calls]
     if wrong := [call for call in calls if not _fits(call, ids)]:

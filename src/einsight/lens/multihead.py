@@ -48,7 +48,9 @@ class WeightsAsked(TorchFunctionMode):
         self.apart, self.seen, self.weigh, self.finish = (batch, heads), seen, weigh, finish
         self.step = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if self.step == 0 and function in (torch.bmm, torch.baddbmm):
             mask, query, key = (None, *args) if function is torch.bmm else args

@@ -24,6 +24,7 @@ WHOLE = 3  # how many places are compared with whole runs; the others with a run
 FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 Metric = Callable[[Any], Tensor | float]
+Shown = Callable[[list[Any]], Iterable[Any]]  # goes through a list as it is, and shows how far it has come
 
 
 class Runs:
@@ -51,7 +52,7 @@ class Runs:
         elif not self._splits():
             self._alone("its inputs or its output aren't over sequences alone")
 
-    def of_heads(self, places: list[Place], change: dict[str, Any], shown: Callable[[list], Iterable]) -> list[list]:
+    def of_heads(self, places: list[Place], change: dict[str, Any], shown: Shown) -> list[list[float]]:
         """The metrics with each head of each place changed."""
 
         def edits(place: Place, heads: Iterable[int]) -> list[Edit]:
@@ -65,7 +66,7 @@ class Runs:
 
         return self._of_places(places, heads, shown)
 
-    def of_layers(self, places: list[Place], change: dict[str, Any], shown: Callable[[list], Iterable]) -> list[list]:
+    def of_layers(self, places: list[Place], change: dict[str, Any], shown: Shown) -> list[list[float]]:
         """The metrics with each place changed, in all of its heads."""
 
         def layer(place: Place, whole: bool) -> list[float]:
@@ -73,9 +74,7 @@ class Runs:
 
         return self._of_places(places, layer, shown)
 
-    def of_edges(
-        self, places: list[Place], pairs: list[tuple[int, int]], shown: Callable[[list], Iterable]
-    ) -> list[float]:
+    def of_edges(self, places: list[Place], pairs: list[tuple[int, int]], shown: Shown) -> list[float]:
         """The metrics with each key hidden from its query, in all of the places at once."""
         names, first = [place.name for place in places], min(places, key=lambda place: place.block)
         size = self.copies(first)
@@ -128,14 +127,14 @@ class Runs:
         return max(1, TOKENS // (self.b * place.shape[2]))
 
     def _of_places(
-        self, places: list[Place], of: Callable[[Place, bool], list[float]], shown: Callable[[list], Iterable]
-    ) -> list[list]:
+        self, places: list[Place], of: Callable[[Place, bool], list[float]], shown: Shown
+    ) -> list[list[float]]:
         order = sorted(places, key=lambda place: place.block, reverse=True)
         whole = {order[round(n * (len(order) - 1) / (WHOLE - 1))] for n in range(WHOLE)}
         found = self._in_turn(order, lambda place: of(place, place in whole), shown)
         return [found[order.index(place)] for place in places]
 
-    def _in_turn(self, order: list, of: Callable[[Any], list[float]], shown: Callable[[list], Iterable]) -> list[list]:
+    def _in_turn(self, order: list[Any], of: Callable[[Any], list[float]], shown: Shown) -> list[list[float]]:
         found, skipped = [], []
         for n, one in enumerate(shown(order)):
             skipped += [n] if self.skips else []

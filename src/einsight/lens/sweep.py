@@ -84,12 +84,12 @@ def effects(
         runs = Runs(model, inputs, metric)
         places = _chosen(runs.blocks.places, layers, model)
 
-        def shown(steps: list) -> Iterator[Any]:
+        def shown(steps: list[Any]) -> Iterator[Any]:
             return _shown(steps, progress)
 
         if over == "edges":
             pairs = _pairs(places, -1 if queries is None else queries, slice(None) if keys is None else keys)
-            columns: dict[str, list] = {"query": [q for q, _ in pairs], "key": [k for _, k in pairs]}
+            columns: dict[str, list[Any]] = {"query": [q for q, _ in pairs], "key": [k for _, k in pairs]}
             metrics = runs.of_edges(places, pairs, shown)
         else:
             found = runs.of_heads(places, change, shown) if over == "heads" else runs.of_layers(places, change, shown)

@@ -13,7 +13,7 @@ from torch import Tensor
 class Table:
     """Named columns of numbers, or names, in rows. `note` is what is to be said of how they were found."""
 
-    def __init__(self, columns: dict[str, list], note: str = ""):
+    def __init__(self, columns: dict[str, list[Any]], note: str = ""):
         self._columns, self.note = columns, note
 
     @property
@@ -28,7 +28,7 @@ class Table:
         names = self._columns
         return (dict(zip(names, row, strict=True)) for row in zip(*names.values(), strict=True))
 
-    def __getitem__(self, column: str) -> list:
+    def __getitem__(self, column: str) -> list[Any]:
         if column not in self._columns:
             raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
         return self._columns[column]
@@ -59,7 +59,7 @@ class Table:
             made[int(layer), int(head)] = value
         return made
 
-    def to_dict(self) -> dict[str, list]:
+    def to_dict(self) -> dict[str, list[Any]]:
         """The columns, as lists."""
         return {name: list(column) for name, column in self._columns.items()}
 

@@ -74,7 +74,9 @@ class Watch(TorchFunctionMode):
 
     # Calls arrive.
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             if args and isinstance(args[0], Tensor) and function.__name__ in compiled.METHODS:
@@ -101,7 +103,9 @@ class Watch(TorchFunctionMode):
                 return _BACKWARDS[function](*args, **kwargs)
         return function(*args, **kwargs)
 
-    def from_interface(self, face: Face, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def from_interface(
+        self, face: Face, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an attention function of Hugging Face's."""
         if self.busy or not self._attached:
             return function(*args, **kwargs)
@@ -122,7 +126,7 @@ class Watch(TorchFunctionMode):
         if not in_backward():
             self._tell(call(), running)
 
-    def _run(self, face: Face, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _run(self, face: Face, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         # While gradients are computed it is a checkpointed call, computed again: nothing new, but edited again.
         again = in_backward()
@@ -162,7 +166,7 @@ class Watch(TorchFunctionMode):
         finally:
             self.cross = False
 
-    def _weights_asked(self, again: bool, args: tuple, kwargs: dict) -> Any:
+    def _weights_asked(self, again: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = frames.running()
         change: Change | None = None
 
@@ -204,7 +208,7 @@ class Watch(TorchFunctionMode):
                 lens._miss(reason, running)
 
 
-def unseen(args: tuple, kwargs: dict) -> str | None:
+def unseen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a call that runs unharmed can't be looked at; None if it can."""
     if maybe_current_level() is not None:
         return "in a transform of torch.func (vmap, grad, …)"

@@ -47,7 +47,14 @@ def attention(
         bias = position_bias if bias is None else position_bias + bias
     if query.shape[0] == 1 < key.shape[0]:  # learned queries, the same for every item
         query = query.expand(key.shape[0], -1, -1, -1)
-    settings = {"scale": scaling, "softcap": softcap, "bias": bias, "sink": sink, "offset": offset, "dropout": dropout}
+    settings: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap,
+        "bias": bias,
+        "sink": sink,
+        "offset": offset,
+        "dropout": dropout,
+    }
     if not _wants_weights(others):
         return es.attention(query, key, value, mask, **settings).transpose(1, 2).contiguous(), None
     output, weights = es.attention(query, key, value, mask, **settings, readouts=es.Weights())

@@ -26,7 +26,7 @@ _users = 0
 _original: Any = None
 
 
-def attach(run: Callable[[Face, Callable[..., Any], tuple, dict], Any]) -> bool:
+def attach(run: Callable[[Face, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> bool:
     """Let `run` run every attention function that a Hugging Face model looks up, until `detach`.
 
     False if there is nothing to attach to.
@@ -89,13 +89,15 @@ def _reporting(function: Callable[..., Any]) -> Callable[..., Any]:
     return reporting
 
 
-def _eager(module, query, key, value, *args, **kwargs) -> Call:
+def _eager(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Call:
     call = make(query, key, value, **_given(module, *args, **kwargs), dropout=kwargs.get("dropout", 0.0))
     call._window = kwargs.get("sliding_window")
     return call
 
 
-def _given(module, attention_mask=None, scaling=None, *args, position_bias=None, **kwargs) -> dict[str, Any]:
+def _given(
+    module: Any, attention_mask: Any = None, scaling: Any = None, *args: Any, position_bias: Any = None, **kwargs: Any
+) -> dict[str, Any]:
     return {
         "mask": attention_mask,
         "bias": position_bias,
@@ -105,7 +107,17 @@ def _given(module, attention_mask=None, scaling=None, *args, position_bias=None,
     }
 
 
-def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> Call:
+def _sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: Any = 0.0,
+    scaling: Any = None,
+    is_causal: Any = None,
+    **kwargs: Any,
+) -> Call:
     bias = kwargs.get("position_bias")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -115,7 +127,15 @@ def _sdpa(module, query, key, value, attention_mask=None, dropout=0.0, scaling=N
     return call
 
 
-def _einsight(module, query, key, value, attention_mask=None, is_causal=None, **kwargs) -> Call:
+def _einsight(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    is_causal: Any = None,
+    **kwargs: Any,
+) -> Call:
     mask, offset, added = mask_of(module, query, key, attention_mask, is_causal)
     given = _given(module, attention_mask if added is None else added, **kwargs)
     if offset is None:
@@ -123,13 +143,23 @@ def _einsight(module, query, key, value, attention_mask=None, is_causal=None, **
     else:
         if mask is None and attention_mask is None:
             offset = None
-        call = make(query, key, value, **{**given, "mask": None}, offset=offset, dropout=kwargs.get("dropout", 0.0))
+        given["mask"] = None
+        call = make(query, key, value, **given, offset=offset, dropout=kwargs.get("dropout", 0.0))
         call.rule = of_mask(mask, query.shape[2], key.shape[2], call.offset)
     call._window = kwargs.get("sliding_window")
     return call
 
 
-def _flash(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, **kwargs) -> Call:
+def _flash(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: Any = 0.0,
+    scaling: Any = None,
+    **kwargs: Any,
+) -> Call:
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
