@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 
 from einsight import check as checking
 from einsight import cli
-from einsight.budgets import Truth
+from einsight.budgets import MANY, Truth
 from einsight.engines import choose, stream
 
 SOME = ("causal", "softcap")
@@ -104,6 +104,21 @@ def test_a_wrong_key_of_the_strongest_is_found() -> None:
     found["top-k keys"] = found["top-k keys"].flip(-1)
     judged = {result: error / budget for result, error, budget in truth.judge(found)}
     assert judged["top-k keys"] > 1 >= judged["top-k"]
+
+
+def test_what_is_over_the_budget_of_few_orders_is_judged_by_many() -> None:
+    (trial,) = checking.FEATURES["rows"](torch.float32)
+    truth = Truth(trial)
+    rows = truth.right["rows"].detach().float()
+    few = truth.judge({"rows": rows})[0].budget
+    truth._measure(MANY)
+    many = truth.judge({"rows": rows})[0].budget
+    assert few < many
+    spoiled = rows.flatten().index_add(0, torch.tensor([0]), torch.tensor([(few + many) / 2])).view_as(rows)
+    again = Truth(trial)
+    with torch.no_grad():  # as a forward is judged
+        (judged,) = again.judge({"rows": spoiled})
+    assert few < judged.error <= judged.budget == many
 
 
 def test_every_readout_is_in_the_grid() -> None:
