@@ -57,9 +57,9 @@ def check_close(name: str, got: Tensor, right: Tensor, low: list[Tensor], more: 
 class Truth:
     """What the oracle says of a problem, and how far the formula itself is from it in the problem's dtype."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, orders: int = ORDERS):
         self.case, self.right = case, oracle.attend(case)
-        self.measure(ORDERS)
+        self.measure(orders)
 
     def measure(self, orders: int) -> None:
         """The formula's error in so many orders of summation."""

@@ -46,14 +46,14 @@ class TrueGradients:
     """The right gradients, and these as the formula in the problem's dtype errs, in several orders of summation, each
     with a loss of its own: a gradient may be a single number, on which the formula is right by luck."""
 
-    def __init__(self, case: Case, readouts: dict[str, Any], seed: int):
+    def __init__(self, case: Case, readouts: dict[str, Any], seed: int, orders: int = ORDERS):
         self.case, self.readouts, self.seed = case, readouts, seed
         for leaf in case.learned.values():
             leaf.requires_grad_()
         case.allowed()  # asked once for all
         self._exact = self._attend(torch.float64, 0)
         self.right = {n: x.double() for n, x in self._exact(seed).items()}
-        self.measure(ORDERS)
+        self.measure(orders)
 
     def measure(self, orders: int) -> None:
         """The formula's error in so many orders of summation."""

@@ -1,6 +1,6 @@
 """A long run: drawn problems on every engine of this machine, forward and gradients, beside their budgets.
 
-    python tests/long_run.py [problems] [--seed 0] [--workers 2] [--only SEED]
+    python tests/long_run.py [problems] [--seed 0] [--workers 2] [--minutes M] [--only SEED]
 
 Writes the tables of docs/numerics.md, and what is over its budget with the seed of the hundred problems it is among;
 `--only` repeats such a hundred. A budget stands on the formula's error in a few orders of summation, which is sometimes
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -36,6 +37,7 @@ from einsight.engines import choose, native
 from einsight.pose import pose
 
 AT_ONCE = 100  # problems of one seed
+FEW = 4  # orders of summation, for the first look
 # Mostly small; now and then several blocks and tiles of the native engine.
 PROBLEMS = cases(lengths=[*LENGTHS[1:] * 3, 0, 29, 101], dims=[1, 2, 5, 8, 17, 64])
 
@@ -78,9 +80,9 @@ class Trial:
 
     def __init__(self, case: Case, readouts: dict[str, Any], seed: int):
         self.case, self.readouts = case, readouts
-        self.grads = TrueGradients(case, readouts, seed)
+        self.grads = TrueGradients(case, readouts, seed, FEW)
         with torch.no_grad():
-            self.truth = Truth(case)
+            self.truth = Truth(case, FEW)
         b, h, _, i, j = case.sizes
         self.pairs = b * h * i * j
 
@@ -93,7 +95,7 @@ class Trial:
         """What share of its budget each result and gradient of each engine comes to."""
         found = {}
         for name, (engine, context) in engines().items():
-            if name == "stream in tiny blocks" and self.pairs > 2000:  # thousands of blocks
+            if name == "stream in tiny blocks" and self.pairs > 150:  # and many more of them
                 continue
             with context:
                 found[name] = self._forward(engine) | self._backward(engine)
@@ -104,7 +106,9 @@ class Trial:
         with torch.no_grad():
             if (results := self._attend(engine, operands)) is None:
                 return {}
-            bare = es.attention(**operands, engine=engine, **self.case.arguments)
+            bare = (
+                es.attention(**operands, engine=engine, **self.case.arguments) if self.readouts else results["output"]
+            )
         makers = {"output": lambda o: o["output"], **{n: make for n, (_, make) in self.readouts.items()}}
         found = {}
         for name, got in results.items():
@@ -158,9 +162,11 @@ def judge(trial: Trial, seed: int, tally: Tally) -> None:
                 tally.worst[key] = max(share, tally.worst.get(key, 0.0))
 
 
-def hundred(seed: int) -> Tally:
-    """The problems of one seed."""
+def hundred(seed: int, until: float) -> Tally:
+    """The problems of one seed; none where the time is over."""
     tally = Tally()
+    if time.time() > until:
+        return tally
 
     @hypothesis.seed(seed)
     @settings(
@@ -203,19 +209,23 @@ def main() -> None:
     parser.add_argument("problems", type=int, nargs="?", default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="how long to take up new problems")
     parser.add_argument("--only", type=int, metavar="SEED")
     given = parser.parse_args()
     seeds = range(given.seed, given.seed + -(-given.problems // AT_ONCE)) if given.only is None else [given.only]
-    whole, began = Tally(), time.monotonic()
+    whole, began = Tally(), time.time()
     with multiprocessing.get_context("spawn").Pool(given.workers, start) as pool:
-        for done, part in enumerate(pool.imap_unordered(hundred, seeds), 1):
+        task = partial(hundred, until=began + 60 * given.minutes)
+        for part in pool.imap_unordered(task, seeds):
             whole.add(part)
             for line in part.over:
                 print(line, flush=True)
-            print(f"\r{done * AT_ONCE} problems, {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+            said = f"\r{whole.problems['reference']} problems, {time.time() - began:.0f} s"
+            print(said, end="", file=sys.stderr, flush=True)
     print(
-        f"\n{whole.results} results and gradients; {whole.by_luck} over a budget by luck, {len(whole.over)} over it\n"
+        f"\n{whole.results} results and gradients, {len(whole.over)} over their budgets; {whole.by_luck} were over one"
     )
+    print(f"of {FEW} orders of summation and not over that of {MANY}")
     print("problems that each engine took:", dict(whole.problems), "\n")
     print(*table(whole, 0, "engine"), "", *table(whole, 2, "feature"), sep="\n")
 
