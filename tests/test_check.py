@@ -127,3 +127,17 @@ def test_every_readout_is_in_the_grid() -> None:
     asked = {type(readout) for readout in checking._READOUTS.values()}
     every = {kind for kind in vars(readouts).values() if isinstance(kind, type) and issubclass(kind, readouts.Readout)}
     assert {kind for kind in every if not kind.__name__.startswith("_")} - {readouts.Readout} == asked
+
+
+def test_a_rule_of_ones_own_is_in_the_grid() -> None:
+    trial, _ = checking.FEATURES["rule"](torch.float32)
+    found = trial.results(choose.ENGINES["stream"].run, trial.leaves)
+    assert all(error <= budget for _, error, budget in Truth(trial).judge(found))
+
+
+def test_another_shape_is_over_any_budget_and_nothing_finite_within() -> None:
+    trial, _ = checking.FEATURES["causal"](torch.float32)
+    truth, right = Truth(trial), torch.ones(3, dtype=torch.float64)
+    assert truth._judged("x", torch.ones(2), right, []) == ("x", torch.inf, 0.0)
+    assert truth._judged("x", right, right - torch.inf, []) == ("x", torch.inf, 0.0)
+    assert truth._judged("x", right - torch.inf, right - torch.inf, []) == ("x", 0.0, 0.0)

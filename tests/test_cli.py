@@ -1,14 +1,22 @@
 """`einsight look`, as a user types it."""
 
+import builtins
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from einsight import cli
 
 pytest.importorskip("typer")
+
+from rich.console import Console
+from typer import Exit
+
+from einsight import look
 
 
 @pytest.fixture
@@ -140,3 +148,66 @@ def test_bench_names_its_groups(run):
     code, _, err = run("bench", "forwards")
     assert code == 2
     assert f"no group 'forwards'; there are {', '.join(GROUPS)}" in " ".join(err.split())
+
+
+def test_bench_passes_on_what_was_asked(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr("einsight.bench.bench", lambda *given, **settings: asked.append((given, settings)))
+    run("bench", "tiny", "dense", "--json")
+    run("bench")
+    assert asked == [((["tiny", "dense"],), {"json": True}), ((None,), {"json": False})]
+
+
+def test_another_module_missing_is_no_matter_of_the_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "einsight.commands", raising=False)
+    monkeypatch.setattr("builtins.__import__", without("einsight.commands", "some.module"))
+    with pytest.raises(ModuleNotFoundError, match=r"some\.module"):
+        cli.main()
+
+
+def without(wanted, missing):
+    """An import that finds a module missing within the one wanted."""
+    real = builtins.__import__
+
+    def found(name, *given, **settings):
+        if name == wanted:
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return real(name, *given, **settings)
+
+    return found
+
+
+def test_no_text_from_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(Exit):
+        look.from_standard_input()
+    assert "einsight look: no text: give it as an argument, with --file PATH, or on" in capsys.readouterr().err
+
+
+def test_no_tokens(run, quick, monkeypatch, smol):
+    monkeypatch.setattr(type(smol[1]), "__call__", lambda *given, **settings: {"input_ids": torch.zeros(1, 0).long()})
+    code, _, err = run("look", "text")
+    assert (code, err) == (2, "einsight look: the text has no tokens for this model\n")
+
+
+def test_a_full_disk(run, quick, monkeypatch, tmp_path):
+    def full(*given, **settings):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("einsight.report.html", full)
+    code, _, err = run("look", "Hello", "--html", str(tmp_path / "page.html"))
+    assert (code, err) == (2, f"einsight look: --html {tmp_path / 'page.html'}: No space left on device\n")
+
+
+def test_states_that_are_not_of_every_layer_are_left_out(without_shape_checks, monkeypatch, tmp_path):
+    given = []
+    path = tmp_path / "page.html"
+
+    def html(lens, path, tokens, hidden_states):
+        path.write_text("")
+        given.append(hidden_states)
+
+    monkeypatch.setattr("einsight.report.html", html)
+    for states in ((1, 2, 3), (1, 2)):
+        look.report(Console(file=io.StringIO()), path, [None, None], [], SimpleNamespace(hidden_states=states))
+    assert given == [(1, 2, 3), None]

@@ -281,6 +281,17 @@ def test_func_of_a_mask(whole: str) -> None:
         torch.testing.assert_close(torch.func.vmap(call)(stacked), torch.stack([call(m) for m in stacked]))
 
 
+def test_what_was_changed_since_the_forward_is_not_computed_again() -> None:
+    query = draw(1, 2, 9, 5, seed=0).requires_grad_()
+    key = draw(1, 2, 9, 5, seed=1)
+    with using("stream in tiny blocks") as engine:
+        output = es.attention(query, key, key, engine=engine)
+        key.mul_(2)
+        said = "modified by an inplace operation .* change a clone of it, or ask for engine='reference'"
+        with pytest.raises(RuntimeError, match=said):
+            output.sum().backward()
+
+
 @forward_mode
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jvp"])
 @pytest.mark.parametrize("engine", ["stream", "torch_sdpa"])

@@ -122,3 +122,15 @@ def test_whole_matrices_that_never_fit() -> None:
         es.attention(q, q, q, engine="reference")
     with pytest.raises(ValueError, match="the result of Weights"):
         es.AttentionWeights(q, q).dense()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_pytorchs_kernel_is_mended_where_hidden_values_are_no_numbers(bad: float) -> None:
+    q, k, v = operands(e=11)
+    clean = es.attention(q, k, v, es.causal(), offset=0, engine="torch_sdpa")
+    for key, spoiled in ((6, 5), (3, 3)):  # the last keys are seen by no query
+        value = v.clone()
+        value[:, :, key] = bad
+        output = es.attention(q, k, value, es.causal(), offset=0, engine="torch_sdpa")
+        assert torch.equal(output[:, :, :spoiled], clean[:, :, :spoiled])
+        assert not output[:, :, spoiled:].isfinite().any()

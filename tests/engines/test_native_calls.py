@@ -94,6 +94,36 @@ def test_refusals() -> None:
     assert refusal(readouts=(es.Received([1]), es.Received([1], mean=True))) is None
     with torch.no_grad():
         assert refusal(query.clone().requires_grad_()) is None
+    with FakeTensorMode():
+        elsewhere = torch.empty(1, 1, 2, 3, device="cuda")
+        said = native.refuses(pose(elsewhere, elsewhere, elsewhere))
+    assert said == "it runs on CPUs, and the tensors are on cuda:0; write query.cpu()"
+
+
+def test_gradients_that_are_left_to_others() -> None:
+    many, one = torch.zeros(1, 769, 1, 1), torch.zeros(1, 1, 1, 1)
+    learned = torch.zeros(1, requires_grad=True)
+    assert "more than 768 heads read one key" in str(native.refuses(pose(many, one, one, bias=learned)))
+    long = torch.zeros(1, 1, 8200, 1)
+    said = str(native.refuses(pose(long, long, long, bias=torch.zeros(8200, requires_grad=True))))
+    assert said == "the gradient of the bias, before it is summed, would take more than 64 MB"
+    table = torch.zeros(8, 2, requires_grad=True)
+    problem = pose(*(long.expand(1, 2, -1, -1) for _ in range(3)), bias=es.relative(table))
+    assert "more than 64 MB" in str(native.refuses(problem))
+    with pytest.raises(ValueError, match=r"the native engine can't compute this: .* more than 64 MB"):
+        native.run(problem)
+
+
+def test_what_a_plan_says() -> None:
+    query, key, value = make(SIZES["tiles"])
+    plan = es.plan(query, key, value, es.window(9, 0), offset=418, readouts=es.Pool(8))
+    assert (plan.engine, plan.visits) == ("native", 1 * 4 * 103 * 10)
+    matrix = 4 * 4 * 8192 * 8192  # in bytes
+    long = torch.zeros(1, 4, 8192, 64)
+    for asked in ([], [es.Received()], [es.Pool(64)]):
+        held = [es.plan(x, x, x, es.causal(), readouts=asked).holds for x in (long[:, :, :4096], long)]
+        assert held[1] <= 2.1 * held[0] < matrix / 4
+    assert es.plan(long[:, :, :1], long, long, es.causal(), offset=8191).holds < matrix / 64
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +133,19 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not compiled" in str(es.plan(*tensors))
     with pytest.raises(ValueError, match="C\\+\\+17 compiler"):
         es.attention(*tensors, engine="native")
+
+
+def test_an_installation_without_the_kernel() -> None:
+    code = """
+import sys
+sys.modules["einsight.engines.native._native"] = None
+import torch, einsight as es
+from einsight.engines import native
+q = torch.ones(1, 1, 3, 4)
+print(native.operations.kernel, es.plan(q, q, q).engine, bool((es.attention(q, q, q) == 1).all()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "None torch_sdpa True\n", done.stderr
 
 
 def test_compile_sees_one_operation() -> None:

@@ -335,3 +335,8 @@ def test_inputs_refused() -> None:
         layer(draw(1, 5, 33), offset=2)
     with refused(TypeError, r"rotary must be a RotaryEmbedding, such as RotaryEmbedding\(11\), not True"):
         MultiHeadAttention(33, 3, rotary=True)
+
+
+def test_repr() -> None:
+    assert repr(MultiHeadAttention(6, 2)).startswith("MultiHeadAttention(\n  6, 2, head_dim=3\n")
+    assert "\n  6, 2, num_kv_heads=1, head_dim=3\n" in repr(MultiHeadAttention(6, 2, num_kv_heads=1))

@@ -198,6 +198,16 @@ def test_other_names_of_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), right.parameters(), strict=True))
 
 
+def test_buffers_that_are_no_weights(tmp_path: Path) -> None:
+    """Older GPT-2s saved their causal masks."""
+    save(tmp_path, "gpt2")
+    right = Decoder.from_pretrained(tmp_path)
+    more = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64), "transformer.h.1.attn.masked_bias": torch.ones(())}
+    rewrite(tmp_path, lambda held: {**held, **more})
+    ours = Decoder.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), right.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

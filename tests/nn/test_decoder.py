@@ -290,6 +290,8 @@ def test_inputs_refused() -> None:
         model(torch.zeros(1, 3))
     with refused(ValueError, r"tokens must have shape \[b, i\], but have \[3\]; .* tokens\.unsqueeze\(0\)"):
         model(torch.zeros(3, dtype=torch.int64))
+    with refused(ValueError, r"tokens must be an int tensor \[b, i\] or a list of prompts, not torch\.int64 \[3\]"):
+        model.generate(torch.zeros(3, dtype=torch.int64), 1)
     with refused(ValueError, "tokens go from 0 to 53, but the vocabulary from 0 to 52"):
         model(torch.tensor([[0, 53]]))
     for cache in (model.cache(1, 5)[:1], model.cache(1, 5)[:1] * 2):

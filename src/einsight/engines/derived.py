@@ -21,10 +21,8 @@ def plain(grad: Tensor | None) -> Tensor | None:
 
 
 def of_all_heads(parts: Float[Tensor, "b h i"], heads: Axis, of: Tensor) -> Tensor:
-    """The gradient of a tensor of all heads, or of one number for them all, from the parts of the heads here."""
+    """The gradient of a tensor of all heads from the parts of the heads here."""
     grad = parts.sum((0, 2), dtype=torch.float64)
-    if of.shape[0] == 1:
-        return grad.sum(0, keepdim=True).to(of.dtype)
     return grad.new_zeros(of.shape[0]).index_add(0, numbers(heads, grad.device), grad).to(of.dtype)
 
 

@@ -19,7 +19,6 @@ from einsight.engines.rules import Rule, interval, lower, lower_bias
 from einsight.problem import Problem
 from einsight.readouts import Diagonal, Distance, Entropy, LogSumExp, MaxScore, Readout, Scores
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OF_SCORES = (LogSumExp, MaxScore, Entropy, Scores)  # what the running softmax leaves behind, or passes by
 
 
@@ -33,8 +32,6 @@ def refuses(problem: Problem) -> str | None:
         return "torch.func can't look into it"
     if problem.device.type != "cpu":
         return f"it runs on CPUs, and the tensors are on {problem.device}; write query.cpu()"
-    if problem.query.dtype not in _DTYPES:
-        return f"it computes in float32 and float64, and query is {problem.query.dtype}"
     if 0 in problem.sizes[:5]:
         return "there are no items, heads, queries or keys"
     if problem.score_mod is not None:
