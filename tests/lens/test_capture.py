@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lens.gpt import GPT
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import einsight as es
 from einsight.lens import Lens
@@ -235,3 +236,64 @@ def test_one_item_of_keys_for_all():
         output = layer(query, key, value)
     call = lens.cross[0] if lens.cross.names else lens[0]
     torch.testing.assert_close(call.weights @ value.expand(2, -1, -1, -1), output)
+
+
+def test_a_given_mask_is_kept_once_for_what_it_is_repeated_over():
+    q, mask = torch.randn(2, 3, 5, 4), torch.rand(5, 5) > 0.4
+    mask[:, 0] = True
+    with Lens(Attend()) as lens:
+        lens.model(q, q, q, mask.expand(2, 3, 5, 5))
+    assert lens[0].rule.other.shape == (1, 1, 5, 5)
+    assert torch.equal(lens[0].weights.dense() > 0, mask.expand(2, 3, 5, 5))
+
+
+def test_heads_that_are_alike_at_their_first_key_alone():
+    q, k = torch.randn(1, 6, 5, 4), torch.randn(1, 6, 5, 4)
+    k[:, :, 0] = 1.0
+    k[:, 1::2] = k[:, ::2]  # pairs of heads are one
+    with Lens(Attend()) as lens:
+        lens.model(q, k, k)
+    assert torch.equal(lens[0].key, k[:, ::2])
+
+
+class Recorded(nn.Module):
+    """Attention by hand, of which the lens is told, in a block that is computed again for the backward."""
+
+    lens = None
+
+    def forward(self, x):
+        return checkpoint(self._attend, x, use_reentrant=True)
+
+    def _attend(self, x):
+        self.lens.record(x, x, x, scale=1.0)
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+@pytest.mark.filterwarnings("ignore:the lens saw no call")
+def test_what_is_recorded_again_for_the_backward_counts_once():
+    model = Recorded()
+    with Lens(model) as lens:
+        model.lens = lens
+        model(torch.randn(1, 2, 5, 4, requires_grad=True)).sum().backward()
+    assert len(lens.passes(0)) == 1
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "multihead"])
+def test_backwards_that_no_mode_sees(kind):
+    """`torch.autograd.backward` hands itself to no function mode, which is active then for what is recomputed."""
+    inner = Attend() if kind == "sdpa" else nn.MultiheadAttention(4, 2, batch_first=True)
+    shape = (1, 2, 5, 4) if kind == "sdpa" else (1, 5, 4)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = inner
+
+        def forward(self, x):
+            output = checkpoint(self.attention, x, x, x, use_reentrant=True)
+            return output if kind == "sdpa" else output[0]
+
+    model = Model()
+    with Lens(model) as lens:
+        torch.autograd.backward(model(torch.randn(shape, requires_grad=True)).sum())
+    assert len(lens) == 1 and len(lens.passes(0)) == 1

@@ -290,3 +290,22 @@ def test_a_backward_outside_of_the_edit_is_foretold_where_it_recomputes(reentran
     if not reentrant:  # which has a warning of its own there
         with torch.no_grad(), Edit(model, layers=1, mask=es.window(2, 0)):
             model(IDS)
+
+
+def test_weights_of_one_call_of_another_run():
+    model = GPT("sdpa").eval()
+    with Lens(model) as clean:
+        model(OTHER)
+    with torch.no_grad():
+        with Edit(model, layers=1, weights=clean[1]):
+            got = model(IDS)
+        with Edit(model, layers=1, weights=clean):
+            assert torch.equal(got, model(IDS))
+
+
+def test_outputs_of_a_run_that_kept_no_values(model):
+    with Lens(model) as clean:
+        model(OTHER)
+    said = r"output= of another run needs its values: Lens\(model, values=True\)"
+    with pytest.raises(ValueError, match=said), Edit(model, layers=1, output=clean):
+        model(IDS)

@@ -1,6 +1,7 @@
 """The table of heads, against the weights it speaks of; and the known heads of a real model."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,14 @@ def test_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas: pip install pandas"):
         heads.to_pandas()
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda columns: ("frame", columns)))
+    assert heads.to_pandas() == ("frame", {"layer": [0], "head": [0]})
+
+
+def test_a_long_table_is_cut_where_it_is_shown():
+    lines = repr(Heads({"layer": list(range(30)), "head": [0] * 30})).splitlines()
+    assert len(lines) == 22
+    assert (lines[20].split(), lines[21].split()) == (["19", "0"], ["…", "…"])
 
 
 def test_refusals():

@@ -12,6 +12,7 @@ from torch import nn
 
 import einsight as es
 from einsight.lens import Lens
+from einsight.lens.store import PIECE, Store
 
 
 def test_values_only_when_asked_for():
@@ -229,6 +230,10 @@ def test_what_else_is_refused():
         lens.heads("text")
     with pytest.raises(TypeError, match=r"tokens must be token ids .* not None"):
         lens.heads(None)
+    with pytest.raises(TypeError, match="layers must be numbers or the name of the module that they are in, not 3"):
+        bare(Lens._chosen)(lens, 3)
+    with pytest.raises(LookupError, match="the lens saw no call of attention"):
+        Lens(model).heads(ids)
     with pytest.raises(ValueError, match="top takes how many rows, 0 or more, not -1"):
         lens.heads(ids).top(-1)
 
@@ -326,3 +331,12 @@ def test_repr():
     with Lens(model, readouts=es.Entropy()) as lens:
         model(torch.randn(3, 5, 16), torch.randn(3, 7, 16))
     assert repr(lens).endswith("layers, 1 pass)")
+
+
+def test_what_is_large_has_room_of_its_own():
+    large, small = torch.zeros(PIECE // 8 + 1), torch.ones(3)
+    store = Store()
+    kept = store.keep(large), store.keep(small)
+    assert torch.equal(kept[0], large) and torch.equal(kept[1], small)
+    assert kept[0].untyped_storage().nbytes() == 4 * large.numel()
+    assert kept[1].untyped_storage().nbytes() == PIECE

@@ -1,6 +1,7 @@
 """Effects against edits made one by one."""
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -207,3 +208,45 @@ def test_refusals(model):
         effects(nn.Linear(3, 3).eval(), torch.randn(1, 3), lambda output: output.sum())
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str"):
         bare("gpt2", IDS, metric)
+
+
+def test_a_forward_of_a_blocks_own_is_put_back(model):
+    expected = effects(model, IDS, metric)["change"]
+    forward = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: forward(x)
+    own = model.blocks[0].forward
+    assert effects(model, IDS, metric)["change"] == expected
+    assert model.blocks[0].forward is own
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap's
+def test_what_cannot_be_looked_at_is_refused():
+    class Mapped(nn.Module):
+        def forward(self, x):
+            return torch.vmap(nn.functional.scaled_dot_product_attention)(x, x, x)
+
+    said = r"effects can't be told of calls of attention in a transform of torch\.func"
+    with pytest.raises(RuntimeError, match=said):
+        effects(Mapped().eval(), torch.randn(2, 1, 2, 5, 4), lambda output: output.sum())
+
+
+def test_weights_where_a_layer_tells_no_values():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attn(x, x, x)[0]
+
+    model, x = Layer().eval(), torch.randn(2, 5, 16)
+    with torch.no_grad(), Lens(model) as clean:
+        model(x + 1)
+    with pytest.raises(ValueError, match=r"layer 'attn' tells no values: call nn\.MultiheadAttention with need_"):
+        effects(model, x, lambda output: output.sum(), weights=clean)
+
+
+def test_without_rich_there_is_no_bar(model, monkeypatch):
+    expected = effects(model, IDS, metric, progress=True)["change"]
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert effects(model, IDS, metric, progress=True)["change"] == expected

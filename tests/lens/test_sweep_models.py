@@ -160,6 +160,16 @@ class OnlyTwo(Changed):
         return x + self.places
 
 
+class MapsSeveral(Changed):
+    """Whose copies go through attention in a transform, where no edit can follow."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for n, block in enumerate(self.blocks):
+            x = torch.vmap(block)(x[:, None])[:, 0] if len(x) > 2 and n == 2 else block(x)
+        return x
+
+
 class Watched(Changed):
     """Whose metric is of something that a hook kept."""
 
@@ -175,6 +185,7 @@ def of_kept(model):
     return lambda output: model.kept[0, -1].square().mean() + output[:, -1].mean()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap's
 @pytest.mark.parametrize("over", ["heads", "layers", "edges"])
 @pytest.mark.parametrize(
     "kind, note",
@@ -184,6 +195,7 @@ def of_kept(model):
         (BatchMean, "one by one: copies side by side gave"),
         (CoupledInTheMiddle, "one by one: copies side by side gave"),
         (OnlyTwo, "one by one: it does not run over several copies of its inputs (RuntimeError"),
+        (MapsSeveral, "one by one: it does not run over several copies of its inputs (RuntimeError"),
         (Watched, "one by one: the metric remembers more of a run than the output"),
         (HandsOnWhatABlockGave, "one by one"),
         (Noisy, "one by one, each from the beginning: it draws random numbers"),
