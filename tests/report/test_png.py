@@ -1,10 +1,16 @@
 """The picture for paper."""
 
+import io
+import sys
+
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from einsight import report
+from einsight.lens import Lens
+from einsight.report.write import progress
 
 
 def dense(i=9, j=9, layers=3, h=2):
@@ -50,3 +56,37 @@ def test_masked_is_paper(tmp_path):
 def test_refused_heads(tmp_path, without_shape_checks, head, error):
     with pytest.raises(error, match="head"):
         report.png(dense(), tmp_path / "page.png", head=head)
+
+
+@pytest.mark.parametrize(
+    ("write", "module", "said"),
+    [
+        (report.png, "matplotlib.figure", r'png needs matplotlib: pip install "einsight\[look\]"'),
+        (report.html, "jinja2", r'the report needs jinja2: pip install "einsight\[look\]"'),
+    ],
+)
+def test_without_the_extra(tmp_path, monkeypatch, write, module, said):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=said):
+        write(dense(), tmp_path / "page")
+
+
+def test_cross_attention_is_drawn_where_its_keys_are_named(tmp_path):
+    model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True).eval()
+    with torch.no_grad(), Lens(model) as lens:
+        model(torch.randn(1, 7, 8), torch.randn(1, 4, 8))
+    pages = [
+        report.png(lens, tmp_path / name, tokens=[*"abcd"], **more).read_bytes()
+        for name, more in (("own.png", {}), ("cross.png", {"key_tokens": [*"tuvwxyz"]}))
+    ]
+    assert pages[0] != pages[1]
+
+
+def test_a_line_on_a_terminal(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress(2) as step:
+        step()
+        step()
+    assert "writing the report" in terminal.getvalue()

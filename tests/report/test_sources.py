@@ -13,6 +13,7 @@ from torch import nn
 import einsight as es
 from einsight import report
 from einsight.lens import Lens
+from einsight.report.picture import opened
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
 TOKENS = [*"abcbdefgdad"]
@@ -258,11 +259,53 @@ def test_refused_prompts(tmp_path, prompt, without_shape_checks):
 
 
 @pytest.mark.parametrize("write", [report.html, report.png])
-def test_unwritable_paths(tmp_path, write):
+def test_unwritable_paths(tmp_path, write, monkeypatch):
     with pytest.raises(FileNotFoundError, match=f"path: there is no folder {re.escape(str(tmp_path / 'no'))}"):
         write(torch.eye(5), tmp_path / "no" / "page")
     with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
         write(torch.eye(5), tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=r"path: .*page can't be written to"):
+        write(torch.eye(5), tmp_path / "page")
+
+
+def test_images_of_any_form():
+    numbers = torch.arange(6.0).view(2, 3) / 5
+    want = (numbers * 255).round().byte()
+    for given in (numbers, numbers[None], numbers[..., None], numbers[None, None], numbers * 255, numbers.tolist()):
+        assert torch.equal(pixels(opened(given)), want)
+    assert torch.equal(pixels(opened(numbers * 4 - 2)), want)  # normalised: spread over what can be shown
+    assert torch.equal(pixels(opened(torch.full((2, 3), -1.0))), torch.zeros(2, 3).byte())
+    image = opened(numbers)
+    assert opened(image) is image
+
+
+def pixels(image):
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(2, 3)
+
+
+def test_layers_of_cross_attention_that_were_not_chosen_are_left_out(tmp_path):
+    model = nn.Transformer(8, 2, 2, 2, 8, batch_first=True).eval()
+    with torch.no_grad(), Lens(model, layers=[1]) as lens:
+        model(torch.randn(1, 7, 8), torch.randn(1, 4, 8))
+    parts = header(report.html(lens, tmp_path / "page.html"))["parts"]
+    assert [[layer["number"] for layer in part["layers"]] for part in parts] == [[1], [1]]
+
+
+def test_without_an_output_matrix_nothing_is_written_by_heads(tmp_path):
+    class Attend(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    with Lens(Attend(), values=True) as lens:
+        lens.model(torch.randn(1, 2, 5, 4))
+    assert header(report.html(lens, tmp_path / "page.html"))["parts"][0]["kept"] == ["value"]
+
+
+def test_queries_that_see_nothing(tmp_path):
+    q = torch.randn(1, 2, 5, 4)
+    page = report.html(es.AttentionWeights(q, q, es.lengths(0)), tmp_path / "page.html")
+    assert [layer["number"] for layer in header(page)["parts"][0]["layers"]] == [0]
 
 
 def test_images_and_grids(tmp_path):
@@ -296,6 +339,11 @@ def test_images_and_grids(tmp_path):
         ({"image": torch.rand(3, 8, 8)}, ValueError, r"image needs grid=\(rows, columns\), .* which is no square"),
         ({"image": "README.md", "grid": (2, 3)}, ValueError, "image: README.md is no image that Pillow can read"),
         ({"image": 7.5j, "grid": (2, 3)}, TypeError, "image must be a path, a PIL image or an array of numbers"),
+        (
+            {"image": [[1], [2, 3]], "grid": (2, 3)},
+            TypeError,
+            "image must be a path, a PIL image or an array of numbers",
+        ),
         ({"image": torch.rand(2, 8, 8), "grid": (2, 3)}, ValueError, r"image must be \[rows, columns\]"),
         ({"image": torch.full((8, 8), torch.nan), "grid": (2, 3)}, ValueError, "image must hold finite numbers"),
     ],

@@ -14,6 +14,7 @@ from einsight.report.text import Piece, apart, readable, texts
         (["the</w>", "light", "house</w>"], ["the ", "light", "house "]),
         (["already", " decoded", "\n", "é", "日本"], ["already", " decoded", "\n", "é", "日本"]),
         (["Ġ##", "##"], [" ##", "##"]),
+        (["caf", "é"], ["caf", "é"]),  # a byte for é, alone, would be no text
         (["<s>", "Ġ<｜end｜>", "ĠÃ©"], ["<s>", "Ġ<｜end｜>", " é"]),
         ([], []),
     ],
