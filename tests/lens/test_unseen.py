@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import einsight as es
-from einsight.lens import Lens
+from einsight.lens import Lens, Monitor
 
 IDS = torch.randint(0, 17, (2, 6))
 
@@ -166,3 +168,36 @@ def test_what_is_not_there_is_said_so():
             source[name]
     with pytest.raises(ValueError, match="keep_on='meta' would keep no numbers"):
         Lens(model, keep_on="meta")
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap's
+def test_a_monitor_says_what_it_did_not_see():
+    model = GPT("sdpa").eval()
+    with Monitor(model) as monitor:
+        F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 4))  # not the model's
+        torch.func.vmap(lambda ids: model(ids[None]))(IDS)
+    with pytest.raises(LookupError, match=r"did not see these calls .*: 3 in a transform of torch\.func"):
+        monitor.summary()
+
+
+def test_compiled_code_is_not_edited():
+    """In a process of its own: the tests' check of shapes can't be compiled."""
+    code = """
+import torch, einsight.lens
+from lens.gpt import GPT
+from einsight.lens import Edit, Lens
+model = GPT("sdpa").eval()
+compiled = torch.compile(model, backend="eager")
+ids = torch.randint(0, 17, (2, 9))
+with torch.no_grad():
+    with Lens(compiled):
+        plain = compiled(ids)
+    assert torch.equal(compiled(ids), plain)  # the graph that reports, without anyone listening
+    try:
+        with Edit(compiled, layers=0, output=0):
+            compiled(ids)
+    except RuntimeError as error:
+        print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd="tests", capture_output=True, text=True)
+    assert "in compiled code: edit the model before it is compiled" in ran.stdout, ran.stderr[-3000:]
