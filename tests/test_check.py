@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 
 from einsight import check as checking
 from einsight import cli
-from einsight.budgets import MANY, Truth
+from einsight.budgets import MANY, Truth, _judged
 from einsight.engines import choose, stream
 
 SOME = ("causal", "softcap")
@@ -136,8 +136,7 @@ def test_a_rule_of_ones_own_is_in_the_grid() -> None:
 
 
 def test_another_shape_is_over_any_budget_and_nothing_finite_within() -> None:
-    trial, _ = checking.FEATURES["causal"](torch.float32)
-    truth, right = Truth(trial), torch.ones(3, dtype=torch.float64)
-    assert truth._judged("x", torch.ones(2), right, []) == ("x", torch.inf, 0.0)
-    assert truth._judged("x", right, right - torch.inf, []) == ("x", torch.inf, 0.0)
-    assert truth._judged("x", right - torch.inf, right - torch.inf, []) == ("x", 0.0, 0.0)
+    right = torch.ones(3, dtype=torch.float64)
+    assert _judged("x", torch.ones(2), right, []) == ("x", torch.inf, 0.0)
+    assert _judged("x", right, right - torch.inf, []) == ("x", torch.inf, 0.0)
+    assert _judged("x", right - torch.inf, right - torch.inf, []) == ("x", 0.0, 0.0)
