@@ -65,18 +65,23 @@ void score_rows(const Real *query, int64_t query_stride, int64_t rows, const Sou
                 int64_t scores_stride, Real *tile_max) {
   typedef typename Element<dtype>::type E;
   constexpr int together = W < 8 ? W : 8;  // addresses enough for the registers
+  // Each row asks memory for its share of the keys to come: all of them at once would wait for each other.
+  int64_t share = (keys.width + rows - 1) / rows;
   for (int column = 0; column < kPanel; column += W) {
     const E *row[W];
     for (int n = 0; n < W; n++) row[n] = (const E *)keys.data + least(key + column + n, keys.rows - 1) * keys.row;
     for (int64_t r = 0; r < rows; r++) {
       Vec c[W] = {};
+      int64_t ask = r * share, asked = ask + share;
 #pragma GCC unroll 2
       for (int first = 0; first < W; first += together)
         for (int64_t k = 0; k < keys.width; k += W) {
           Vec x = load(query + r * query_stride + k);
+          if (k >= ask && k < asked)
+#pragma GCC unroll 8
+            for (int n = first; n < first + together; n++) __builtin_prefetch(row[n] + 2 * kAhead * keys.row + k);
 #pragma GCC unroll 8
           for (int n = first; n < first + together; n++) {
-            if (r == 0) __builtin_prefetch(row[n] + 2 * kAhead * keys.row + k);
             c[n] += x * (side_by_side ? load_as_float<dtype>(row[n] + k)
                                       : load_some<dtype>(row[n] + k * keys.stride, keys.stride, W));
           }
