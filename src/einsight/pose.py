@@ -126,12 +126,14 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     b, h, i, d = query.shape
     items, g, j, head_dim = key.shape
     if items != b:
-        raise ValueError(f"key has {items} batch items but query has {b} ({_shapes(named)})")
+        raise ValueError(f"key has {items} batch items but query has {b} ({_shapes(named)}){_repeat('key', items, b)}")
     if head_dim != d:
         raise ValueError(f"key has head dimension {head_dim} but query has {d} ({_shapes(named)})")
     items, heads, positions, e = (b, g, j, 0) if value is None else value.shape
     if items != b:
-        raise ValueError(f"value has {items} batch items but query has {b} ({_shapes(named)})")
+        raise ValueError(
+            f"value has {items} batch items but query has {b} ({_shapes(named)}){_repeat('value', items, b)}"
+        )
     if heads != g:
         raise ValueError(f"value has {heads} heads but key has {g} ({_shapes(named)})")
     if positions != j:
@@ -141,6 +143,13 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     if d == 0:
         raise ValueError(f"the head dimension of query and key is 0 ({_shapes(named)})")
     return Sizes(b, h, g, i, j, d, e)
+
+
+def _repeat(name: str, items: int, b: int) -> str:
+    if 1 not in (items, b):
+        return ""
+    name = name if items == 1 else "query"
+    return f"; to use the one item for all write {name}.expand({max(items, b)}, -1, -1, -1)"
 
 
 def _shapes(named: dict[str, Tensor]) -> str:

@@ -51,10 +51,21 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "batch items of key": (
         lambda: attention(key=k[:1]), ValueError,
-        "key has 1 batch items but query has 2 (query [2, 6, 5, 11], key [1, 3, 7, 11], value [2, 3, 7, 13])",
+        "key has 1 batch items but query has 2 (query [2, 6, 5, 11], key [1, 3, 7, 11], value [2, 3, 7, 13]); "
+        "to use the one item for all write key.expand(2, -1, -1, -1)",
+    ),
+    "batch items of query": (
+        lambda: attention(query=q[:1]), ValueError,
+        "to use the one item for all write query.expand(2, -1, -1, -1)",
     ),
     "batch items of value": (
-        lambda: attention(value=v[:1]), ValueError, "value has 1 batch items but query has 2 (query"
+        lambda: attention(value=v[:1]), ValueError,
+        "value has 1 batch items but query has 2 (query [2, 6, 5, 11], key [2, 3, 7, 11], value [1, 3, 7, 13]); "
+        "to use the one item for all write value.expand(2, -1, -1, -1)",
+    ),
+    "more than one item": (
+        lambda: attention(query=torch.cat([q, q[:1]])), ValueError,
+        "key has 2 batch items but query has 3 (query [3, 6, 5, 11], key [2, 3, 7, 11], value [2, 3, 7, 13])",
     ),
     "key positions": (
         lambda: es.attention(torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 6, 8)), ValueError,
