@@ -15,7 +15,7 @@ from oracle import Case
 from torch import Tensor
 
 import einsight as es
-from einsight.coordinates import At, Sizes
+from einsight.coordinates import At, Run, Sizes
 from einsight.pose import pose
 
 
@@ -158,10 +158,10 @@ def test_bounds_are_a_hull_and_exact_where_they_say_so(case: Case, data: Any) ->
     sizes = Sizes(b, h, g, i, j, 1, 1)
     case.predicate = says
     rows = data.draw(st.lists(st.integers(0, i - 1), unique=True, min_size=1))
-    for queries in (range(i), torch.tensor(rows)):
-        picked = list(range(i)) if isinstance(queries, range) else rows
+    for queries in (Run(0, i), torch.tensor(rows)):
+        picked = list(range(i)) if isinstance(queries, Run) else rows
         positions = case.positions()[:, picked]
-        at = At(sizes, range(b), range(h), queries, range(j), positions, torch.device("cpu"))
+        at = At(sizes, Run(0, b), Run(0, h), queries, Run(0, j), positions, torch.device("cpu"))
         right = case.allowed()[:, :, picked]
         assert torch.equal(mask.allowed(at).expand(right.shape), right)
         lo, hi, exact = mask.bounds(at)
@@ -170,7 +170,7 @@ def test_bounds_are_a_hull_and_exact_where_they_say_so(case: Case, data: Any) ->
         if exact:
             assert torch.equal(right, inside)
         # A part of the keys, as an engine asks for it.
-        part = At(sizes, range(b), range(h), queries, range(j // 2, j), positions, torch.device("cpu"))
+        part = At(sizes, Run(0, b), Run(0, h), queries, Run(j // 2, j), positions, torch.device("cpu"))
         assert torch.equal(mask.allowed(part).expand(b, h, len(picked), j - j // 2), right[..., j // 2 :])
 
 

@@ -16,7 +16,23 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-Axis = range | Tensor  # the original numbers along one dimension: a range of step 1, or indices
+
+@dataclass
+class Run:
+    """The numbers from `start` up to `stop`. A range would do, but in one no size stays open for torch.compile."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, part: slice) -> Run:
+        stop = len(self) if part.stop is None else min(part.stop, len(self))
+        return Run(self.start + (part.start or 0), self.start + stop)
+
+
+Axis = Run | Tensor  # the original numbers along one dimension: one after the other, or any
 
 
 class Sizes(NamedTuple):
@@ -33,7 +49,7 @@ class Sizes(NamedTuple):
 
 def numbers(axis: Axis, device: torch.device | str = "cpu") -> Int[Tensor, " n"]:
     """The numbers along an axis, as a tensor."""
-    if isinstance(axis, range):
+    if isinstance(axis, Run):
         return torch.arange(axis.start, axis.stop, device=device)
     return axis.to(device)
 
@@ -42,21 +58,29 @@ def along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     """The part of a tensor at an axis' numbers; a dimension of size 1 stands for every number."""
     if tensor.shape[dim] == 1:
         return tensor
-    if isinstance(axis, range):
+    if isinstance(axis, Run):
         return tensor if len(axis) == tensor.shape[dim] else tensor.narrow(dim, axis.start, len(axis))
     return tensor.index_select(dim, axis.to(tensor.device))
 
 
 def as_int(n: object) -> object:
     """NumPy's integers and int tensors without dimensions as ints; anything else as it is."""
+    if isinstance(n, int):  # a size that torch.compile leaves open too, which it can't ask for more
+        return n
     is_number = n.ndim == 0 and not n.dtype.is_floating_point if isinstance(n, Tensor) else hasattr(n, "__index__")
-    return operator.index(n) if is_number and not isinstance(n, bool) else n  # type: ignore[arg-type]
+    return operator.index(n) if is_number else n  # type: ignore[arg-type]
 
 
 def as_axis(chosen: object, size: int, what: str) -> Axis:
     """Numbers chosen by the user (an int, a slice, a range, a list or an int tensor; negative ones count from
     the end) as an axis; refuses what is out of range or not an integer."""
+    if isinstance(chosen, Run):
+        return chosen
     if isinstance(chosen, slice):
+        ends = chosen.start, chosen.stop
+        if chosen.step in (None, 1) and all(n is None or isinstance(n, int) for n in ends):
+            start, stop = _end(chosen.start, 0, size), _end(chosen.stop, size, size)
+            return Run(start, stop) if start < stop else Run(0, 0)
         chosen = range(size)[chosen]
     if isinstance(chosen, list | tuple):
         chosen = [as_int(n) for n in chosen]
@@ -67,29 +91,41 @@ def as_axis(chosen: object, size: int, what: str) -> Axis:
     if isinstance(chosen, int):
         chosen = range(chosen, chosen + 1)
     if isinstance(chosen, range) and chosen.step == 1 and 0 <= chosen.start <= chosen.stop <= size:
-        return chosen if chosen else range(0)  # without a look at a tensor, which torch.compile could not take
-    if isinstance(chosen, Tensor):
-        index = chosen.detach().cpu()
-    elif all(isinstance(n, int) and not isinstance(n, bool) for n in chosen):
-        index = torch.tensor(list(chosen), dtype=torch.int64)
-    else:
-        raise TypeError(f"{what} must hold ints, but got {chosen!r}")
+        # Without a look at a tensor, which torch.compile could not take.
+        return Run(chosen.start, chosen.stop) if chosen else Run(0, 0)
+    if not isinstance(chosen, Tensor):
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in chosen):
+            raise TypeError(f"{what} must hold ints, but got {chosen!r}")
+        return _axis_of(list(chosen), size, what)
+    index = chosen.detach().cpu()
     if index.dtype.is_floating_point or index.dtype in (torch.bool, torch.complex64) or index.ndim > 1:
         raise TypeError(
             f"{what} must be a one-dimensional int tensor, not {index.dtype} {list(index.shape)}"
             + ("; write mask.nonzero().flatten()" if index.dtype == torch.bool else "")
         )
-    index = index.reshape(-1).to(torch.int64)
-    outside = index[(index < -size) | (index >= size)]
-    if outside.numel():
-        raise ValueError(f"{what} names {outside[0].item()}, but there are {size} (0 to {size - 1})")
-    index = torch.where(index < 0, index + size, index)
-    if index.numel() == 0:
-        return range(0)
-    first, last = int(index[0]), int(index[-1])
-    if last - first + 1 == index.numel() and torch.equal(index, torch.arange(first, last + 1)):
-        return range(first, last + 1)
-    return index
+    return _axis_of(index.reshape(-1).tolist(), size, what)
+
+
+def _end(n: int | None, default: int, size: int) -> int:
+    """Where a slice begins or ends. `range(size)[…]` would fix a size that torch.compile leaves open."""
+    if n is None:
+        return default
+    n = n + size if n < 0 else n
+    return 0 if n < 0 else min(n, size)
+
+
+def _axis_of(chosen: list[int], size: int, what: str) -> Axis:
+    # Without a look at a tensor, which torch.compile could not take.
+    for n in chosen:
+        if not -size <= n < size:
+            raise ValueError(f"{what} names {n}, but there are {size} (0 to {size - 1})")
+    chosen = [n + size if n < 0 else n for n in chosen]
+    if not chosen:
+        return Run(0, 0)
+    first = chosen[0]
+    if all(n == first + k for k, n in enumerate(chosen)):
+        return Run(first, first + len(chosen))
+    return torch.tensor(chosen)
 
 
 @dataclass(frozen=True)
@@ -104,7 +140,7 @@ class At:
     batch: Axis
     heads: Axis
     queries: Axis
-    keys: range
+    keys: Run
     positions: Int[Tensor, "#b i"]
     device: torch.device
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from einsight.biases import Bias, as_bias
-from einsight.coordinates import Sizes
+from einsight.coordinates import Run, Sizes
 from einsight.masks import Mask
 from einsight.masks.mask import check_offset
 from einsight.problem import Problem, check_readout, is_autocast
@@ -46,9 +46,9 @@ def pose(
         key,
         value,
         given,
-        range(given.b),
-        range(given.h),
-        range(given.i),
+        Run(0, given.b),
+        Run(0, given.h),
+        Run(0, given.i),
         check_offset(offset, given, _positional(mask, bias, score_mod)),
         offset is not None or given.i == given.j,
         _number("scale", scale) if scale is not None else 1 / math.sqrt(given.d),
@@ -174,9 +174,10 @@ def _number(name: str, value: object) -> float:
     if not isinstance(value, float) and (isinstance(value, bool) or not isinstance(value, Real)):
         way = "; multiply the query by it" if name == "scale" and isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be a number, not {value!r}{way}")
-    if not math.isfinite(value):
+    number = float(value)
+    if not -math.inf < number < math.inf:  # torch.compile can't ask math.isfinite of a number it leaves open
         raise ValueError(f"{name} must be finite, not {value!r}")
-    return float(value)
+    return number
 
 
 def _softcap(softcap: object) -> float:

@@ -13,7 +13,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from einsight.biases import Bias
-from einsight.coordinates import At, Axis, Sizes, along, as_axis, numbers, to_four
+from einsight.coordinates import At, Axis, Run, Sizes, along, as_axis, numbers, to_four
 from einsight.masks import Mask
 from einsight.masks.mask import offset_needed, place
 from einsight.readouts import Readout, changed
@@ -130,7 +130,7 @@ class Problem:
     @property
     def first(self) -> int | None:
         """Where the first query stands, if that is one number and the others follow it one by one."""
-        if isinstance(self.offset, int) and isinstance(self.queries, range):
+        if isinstance(self.offset, int) and isinstance(self.queries, Run):
             return self.offset + self.queries.start
         return None
 
@@ -149,14 +149,14 @@ class Problem:
     def whole(self) -> At:
         """The coordinates of the whole problem, on the CPU."""
         return At(
-            self.given, self.batch, self.heads, self.queries, range(self.sizes.j), self.positions, torch.device("cpu")
+            self.given, self.batch, self.heads, self.queries, Run(0, self.sizes.j), self.positions, torch.device("cpu")
         )
 
     @property
     def here(self) -> At:
         """The coordinates of the whole problem, on its own device."""
         b, h, _, i, j, _, _ = self.sizes
-        return self.whole if self.device.type == "cpu" else self.at(slice(b), slice(h), slice(i), range(j))
+        return self.whole if self.device.type == "cpu" else self.at(slice(b), slice(h), slice(i), Run(0, j))
 
     @_remembered
     def _placed(self) -> Int[Tensor, "#b i"]:
@@ -179,7 +179,7 @@ class Problem:
             raise ValueError(f"{expected}, but returned {made.dtype} {list(made.shape)}")
         return made.to(scores.dtype).expand(scores.shape)
 
-    def at(self, batch: slice, heads: slice, queries: slice, keys: range) -> At:
+    def at(self, batch: slice, heads: slice, queries: slice, keys: Run) -> At:
         """The coordinates of a block of this problem."""
         positions = self._placed if len(self._placed) == 1 else self._placed[batch]
         return At(
@@ -249,13 +249,13 @@ def _held(rule: Mask | Bias | Readout) -> Iterator[Tensor]:
 
 def _pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     """Like `along`, but here a size of 1 is one thing to choose, not all."""
-    if isinstance(axis, range):
+    if isinstance(axis, Run):
         return tensor.narrow(dim, axis.start, len(axis))
     return tensor.index_select(dim, axis.to(tensor.device))
 
 
 def _compose(outer: Axis, inner: Axis) -> Axis:
-    if isinstance(outer, range) and isinstance(inner, range):
+    if isinstance(outer, Run) and isinstance(inner, Run):
         return outer[inner.start : inner.stop]
     return numbers(outer)[numbers(inner)]
 

@@ -375,6 +375,12 @@ with torch.no_grad():
             layer.trim([7, 4])
         steps.append(run(tokens[:, 7:9], cache=cache))
     assert torch.equal(*steps)
+    torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+    compiled, cache = torch.compile(model, backend="eager", fullgraph=True), model.cache(2, 13)
+    for n in range(13):
+        compiled(tokens[:, n : n + 1], cache=cache)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= 3, graphs  # for an empty cache, for one that isn't, and for any other length
 assert torch.equal(torch.export.export(model, (tokens,), strict=False).module()(tokens), model(tokens))
 """
     # In a process of its own: the checks of signatures in the tests can't be traced.

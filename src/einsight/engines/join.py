@@ -18,7 +18,7 @@ def asked_queries(readout: Readout) -> Int[Tensor, " n"] | None:
     if readout.queries is None:
         return None
     queries = numbers(readout.queries)
-    return queries if isinstance(readout.queries, range) else queries.unique()
+    return queries.unique() if isinstance(readout.queries, Tensor) else queries
 
 
 def result_of(readout: Readout, parts: tuple[Tensor, ...]) -> Any:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from einsight.coordinates import numbers
+from einsight.coordinates import Run, numbers
 from einsight.engines.products import inner, weighted
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
@@ -43,7 +43,7 @@ def holds(problem: Problem) -> int:
 
 def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, ...]]:
     b, h, g, i, j, _, _ = problem.sizes
-    at = problem.at(slice(0, b), slice(0, h), slice(0, i), range(j))
+    at = problem.at(slice(0, b), slice(0, h), slice(0, i), Run(0, j))
     query, key = problem.query.to(problem.dtype), problem.key.to(problem.dtype)
     bias = None if problem.bias is None else problem.bias.block(at, problem.dtype)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from einsight.coordinates import At, along, numbers
+from einsight.coordinates import At, Run, along, numbers
 from einsight.engines.join import Join, asked_queries, result_of
 from einsight.engines.products import all_finite, inner, select_product, weighted
 from einsight.problem import Problem
@@ -99,15 +99,15 @@ class _Tile(NamedTuple):
     groups: slice
     heads: slice
     rows: slice
-    keys: range
-    common: range
+    keys: Run
+    common: Run
 
 
 def _tiles(problem: Problem) -> Iterator[_Tile]:
     """The blocks, in order of items, heads, queries. Items and heads whose bounds differ are taken one by one."""
     b, h, g, i, j = problem.sizes[:5]
     if 0 in (b, h, i):
-        yield _Tile(slice(0, b), slice(0, g), slice(0, h), slice(0, i), range(0), range(0))
+        yield _Tile(slice(0, b), slice(0, g), slice(0, h), slice(0, i), Run(0, 0), Run(0, 0))
         return
     lo, hi, exact = problem.bounds
     shared = h // g
@@ -136,8 +136,8 @@ def _tiles(problem: Problem) -> Iterator[_Tile]:
                     slice(group, min(group + groups, g)),
                     heads,
                     slice(row, min(row + rows, i)),
-                    range(start, max(start, stop)),
-                    range(left, max(left, right)),
+                    Run(start, max(start, stop)),
+                    Run(left, max(left, right)),
                 )
 
 
@@ -251,7 +251,7 @@ def _seen(problem: Problem, tile: _Tile, at: At) -> Bool[Tensor, "#b #h #i #j"] 
     """Which keys of the block its queries may see; None if all of them see all."""
     if problem.bounds.exact and (tile.keys == tile.common or not tile.keys):
         return None if tile.keys else torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=at.device)
-    batch, heads = range(*tile.batch.indices(problem.sizes.b)), range(*tile.heads.indices(problem.sizes.h))
+    batch, heads = (Run(s.start, s.stop) for s in (tile.batch, tile.heads))
     lo, hi = (along(along(t, 0, batch), 1, heads)[:, :, tile.rows, None] for t in problem.placed_bounds)
     seen = (at.j >= lo) & (at.j < hi)
     if not problem.bounds.exact and problem.mask is not None:

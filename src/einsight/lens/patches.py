@@ -12,7 +12,7 @@ from torch import Tensor
 
 import einsight as es
 from einsight.biases import Bias, as_bias
-from einsight.coordinates import At, Sizes
+from einsight.coordinates import At, Run, Sizes
 from einsight.lens.call import Call
 from einsight.lens.changes import per_head
 from einsight.lens.record import reordered, written
@@ -57,7 +57,7 @@ class _Later(Mask):
         return self.mask.allowed(self._in_text(at))
 
     def _in_text(self, at: At) -> At:
-        keys = range(at.keys.start + self.gone, at.keys.stop + self.gone)
+        keys = Run(at.keys.start + self.gone, at.keys.stop + self.gone)
         sizes = at.sizes._replace(j=at.sizes.j + self.gone)
         return replace(at, sizes=sizes, keys=keys, positions=at.positions + self.gone)
 
@@ -201,7 +201,7 @@ def mean(output: Float[Tensor, "b h i e"], call: Call, across: bool) -> Float[Te
 def as_call(weights: es.AttentionWeights) -> Call:
     """Weights that a user made, as a call."""
     problem = weights._problem
-    whole = (range(problem.given.b), range(problem.given.h), range(problem.given.i))
+    whole = (Run(0, problem.given.b), Run(0, problem.given.h), Run(0, problem.given.i))
     if (problem.batch, problem.heads, problem.queries) != whole:
         raise ValueError("weights= takes whole weights, not some selected of them: choose with heads= and layers=")
     positions = problem.positions[:, 0]

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from einsight.coordinates import At, Axis, Sizes, as_int, numbers
+from einsight.coordinates import At, Axis, Run, Sizes, as_int, numbers
 
 Bound = int | Tensor  # an int, or an int64 tensor that broadcasts to [b, h, i, 1]
 
@@ -103,7 +103,7 @@ class Mask:
         sizes = Sizes(b, heads if h is None else h, 1, i, j, 1, 1)
         start = check_offset(offset, sizes, needed_by="the mask" if self.positional else None)
         self.check(sizes)
-        at = At(sizes, range(b), range(sizes.h), range(i), range(j), place(start, range(i)), torch.device("cpu"))
+        at = At(sizes, Run(0, b), Run(0, sizes.h), Run(0, i), Run(0, j), place(start, Run(0, i)), torch.device("cpu"))
         allowed = self.allowed(at).expand(b, sizes.h, i, j).clone()
         return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
 
@@ -181,7 +181,7 @@ def place(offset: int | Int[Tensor, "#b"], queries: Axis) -> Int[Tensor, "#b i"]
     """Where each query stands among the keys: p = i + offset, on the CPU."""
     if isinstance(offset, Tensor):
         return offset[:, None] + numbers(queries)
-    if isinstance(queries, range):
+    if isinstance(queries, Run):
         return torch.arange(offset + queries.start, offset + queries.stop)[None]
     return offset + queries[None]
 

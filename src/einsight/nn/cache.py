@@ -70,7 +70,7 @@ class KVCache:
     @property
     def offset(self) -> int | Int[Tensor, " b"]:
         """Where the next token stands: an int if all items are equally long, else an int tensor [b] on the CPU."""
-        return self._lengths[0] if len(set(self._lengths)) == 1 else torch.tensor(self._lengths)
+        return self._lengths[0] if self._are_alike() else torch.tensor(self._lengths)
 
     def append(
         self, key: Float[Tensor, "b g i d"], value: Float[Tensor, "b g i d"]
@@ -149,7 +149,11 @@ class KVCache:
                 "without a cache"
             )
 
+    def _are_alike(self) -> bool:
+        # One by one: a set would have torch.compile compile again for each length.
+        return all(n == self._lengths[0] for n in self._lengths)
+
     def __repr__(self) -> str:
         b, g, capacity, d = self._keys.shape
-        held = self._lengths[0] if len(set(self._lengths)) == 1 else self._lengths
+        held = self._lengths[0] if self._are_alike() else self._lengths
         return f"KVCache(b={b}, g={g}, d={d}: {held} of {capacity} tokens)"

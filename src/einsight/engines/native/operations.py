@@ -144,8 +144,8 @@ def _flat(settings: Settings) -> tuple[list[int], list[Tensor | None]]:
     for rule in whole:
         lo, hi, seen, shows, query_ids, key_ids = rule or Rule()
         for bound in (lo, hi):
-            numbers += [isinstance(bound, int), bound if isinstance(bound, int) else 0]
-        numbers.append(shows)
+            numbers += [int(isinstance(bound, int)), bound if isinstance(bound, int) else 0]
+        numbers.append(int(shows))
         tensors += [bound if isinstance(bound, Tensor) else None for bound in (lo, hi)]
         tensors += [seen, query_ids, key_ids]
     for ask in settings.asks:
@@ -250,7 +250,7 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor | None, *rest: Any)
 library = torch.library.Library("einsight", "FRAGMENT")
 _PROBLEM = (
     "Tensor query, Tensor key, Tensor? value, float scale, float softcap, Tensor? sink, Tensor? slopes, Tensor? bias, "
-    "Tensor? positions, int[] numbers, Tensor?[] tensors"
+    "Tensor? positions, SymInt[] numbers, Tensor?[] tensors"
 )
 library.define(
     f"native_forward({_PROBLEM}, bool lse, bool max_score, bool entropy, bool scores, bool lse_rest) -> Tensor[]"

@@ -1,0 +1,80 @@
+"""Calls in a compiled function: one graph that serves every length, and the same results.
+
+Each in a process of its own: torch.compile can't look into the suite's checks of shapes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# What is compiled, and once more with gradients; `more` keys than queries.
+CALLS = {
+    "no mask": "es.attention(q, k, v)",
+    "causal": "es.attention(q, k, v, es.causal())",
+    "an offset from sizes": "es.attention(q, k, v, es.causal(), offset=k.shape[2] - q.shape[2])",
+    "readouts": "es.attention(q, k, v, es.window(3, 0), readouts=[es.Entropy(), es.Received(), es.TopK(2)])",
+    "a picture": "es.attention(q, k, v, es.causal(), readouts=es.Pool(4))",
+    "chosen queries": "es.attention(q, k, v, readouts={'rows': es.Rows([-1]), 'of': es.Received(slice(-3, None))})",
+    "lengths": "es.attention(q, k, v, es.lengths(lengths) & es.causal())",
+    "alibi": "es.attention(q, k, v, bias=es.alibi(slopes))",
+    "a tensor": "es.attention(q, k, v, es.allow(torch.ones(q.shape[2], k.shape[2]).tril().bool()))",
+    "the textbook's": "es.scaled_dot_product_attention(q, k, v, es.causal())",
+    "an operator": "es.AttentionWeights(q, k, es.causal()).read([es.Entropy(), es.Received()])",
+}
+
+SCRIPT = """
+import torch, einsight as es
+from torch.utils._pytree import tree_leaves
+
+lengths, slopes = torch.tensor([3, 5]), torch.rand(4)
+
+def call(q, k, v):
+    return {call}
+
+def run(call, n):
+    torch.manual_seed(n)
+    q, k, v = (torch.randn(2, 4, m, 8, requires_grad=True) for m in (n, n + {more}, n + {more}))
+    results = [x for x in tree_leaves(call(q, k, v)) if x.is_floating_point()]
+    return [*results, *torch.autograd.grad(sum(x.cos().sum() for x in results), (q, k, v), allow_unused=True)]
+
+for dynamic, graphs in ((None, 2), (True, 1)):
+    torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n in (7, 9, 13, 6, 67):
+        for got, want in zip(run(compiled, n), run(call, n), strict=True):
+            torch.testing.assert_close(got, want)
+    found = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert found == graphs, found
+"""
+
+
+def run(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_graph_serves_every_length(name: str) -> None:
+    run(SCRIPT.format(call=CALLS[name], more=3 if "offset" in name else 0))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_call_serves_every_length(strict: bool) -> None:
+    run(f"""
+import torch, einsight as es
+from torch.export import Dim, export
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v):
+        return es.attention(q, k, v, es.window(3, 0), readouts=[es.Entropy(), es.Received(), es.TopK(2)])
+
+operands = torch.randn(3, 2, 4, 16, 8).unbind(0)
+sizes = {{0: Dim("b", max=64), 2: Dim("i", min=2, max=4096)}}
+exported = export(Model(), operands, dynamic_shapes=dict.fromkeys("qkv", sizes), strict={strict}).module()
+for b, n in ((1, 5), (3, 67)):
+    operands = torch.randn(3, b, 4, n, 8).unbind(0)
+    torch.testing.assert_close(exported(*operands), Model()(*operands))
+""")
