@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from checks import draw
+from checks import draw, operands
 from engines_under_test import using
+from gradients import TrueGradients, floats
+from oracle import Case
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -327,3 +329,24 @@ def test_forward_mode(engine: str) -> None:
         torch.testing.assert_close(forward.unpack_dual(call(dual)).tangent, right)
         with pytest.raises(ValueError, match=r"engine='stream' can't compute this"):
             call(dual, "stream")
+
+
+@pytest.mark.parametrize("engine", [*EXACT, "auto"])
+@pytest.mark.parametrize("name", ["lse", "entropy", "sink"])
+def test_small_weights_keep_their_digits(engine: str, name: str) -> None:
+    """Of 101 keys each has a small weight, which must not be what is left of 1 − (1 − w)."""
+    query, key, value = operands(b=3, h=3, g=1, i=7, j=101, d=1, e=5)
+    sink = draw(3, seed=4) if name == "sink" else None
+    case = Case(query, key, value, {"scale": 0.125, "sink": sink}, scale=0.125, sink=sink)
+    made = {"lse": es.LogSumExp(), "entropy": es.Entropy()}
+    readouts = {
+        "lse": {"lse": (made["lse"], lambda found: found["lse"])},
+        "entropy": {"entropy": (made["entropy"], lambda found: -found["weights"].xlogy(found["weights"]).sum(-1))},
+        "sink": {},
+    }[name]
+    leaves = {n: x.requires_grad_() for n, x in (("query", query), ("key", key), ("value", value))}
+    truth = TrueGradients(case, readouts, 0)
+    with using(engine) as passed:
+        asked = {n: r for n, (r, _) in readouts.items()}
+        found = es.attention(**leaves, readouts=asked, engine=passed, **case.arguments)
+    truth.check(truth.of(floats(*found), leaves))

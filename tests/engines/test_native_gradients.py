@@ -281,3 +281,19 @@ def test_the_operation_is_well_made() -> None:
         (*operands, *flat, output, lse, largest, entropy, rest, *upper, floats, of_asks, *[True] * 3, *[False] * 3),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_score_of_one_key_has_no_gradient(dtype: torch.dtype) -> None:
+    """Exactly, also where tensors leave a row one key, or where no other weighs anything beside it."""
+    query, key, value = (torch.randn(2, 3, n, d, dtype=dtype) for n, d in ((7, 64), (11, 64), (11, 5)))
+    query, key, value = (t.requires_grad_() for t in (query, key, value))
+    one = torch.zeros(7, 11, dtype=torch.bool)
+    one[torch.arange(7), torch.tensor([0, 3, 10, 5, 5, 9, 1])] = True
+    hiding = torch.randn(7, 11, dtype=dtype).masked_fill(~one, -torch.inf).requires_grad_()
+    far = torch.randn(7, 11, dtype=dtype).masked_fill(~one, -1e4).requires_grad_()
+    for settings in ({"mask": es.allow(one)}, {"bias": hiding}, {"bias": far}):
+        leaves = query, key, *(x for x in settings.values() if isinstance(x, Tensor))
+        output = es.attention(query, key, value, engine="native", offset=0, scale=-0.7, **settings)
+        for gradient in torch.autograd.grad(output.cos().sum(), leaves):
+            assert (gradient == 0).all()

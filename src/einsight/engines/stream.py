@@ -286,10 +286,15 @@ def _softmax(
         weights = weights.masked_fill(nothing.unsqueeze(-1), 0)
     if seen is not None and not bool((largest < torch.inf).all()):
         weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
-    # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
-    total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
-    shift = largest.masked_fill(nothing, 0)
-    log_sum = -torch.log(total.masked_fill(nothing, 1))
+    shift = largest.detach().masked_fill(nothing, 0)
+    if space is None and (problem.readouts or problem.sink is not None):
+        # What comes below has a derivative too, but one in which a small weight is what is left of 1 − (1 − w).
+        log_sum = torch.logsumexp((scores - shift.unsqueeze(-1)).masked_fill(nothing.unsqueeze(-1), 0), -1)
+        log_sum = log_sum.masked_fill(nothing, 0)
+    else:
+        # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
+        total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
+        log_sum = -torch.log(total.masked_fill(nothing, 1))
     if problem.sink is None:
         return weights, (largest, shift, log_sum, (shift + log_sum).masked_fill(nothing, -torch.inf))
     heads = numbers(problem.heads[tile.heads], problem.device)

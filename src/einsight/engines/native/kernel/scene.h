@@ -62,9 +62,19 @@ inline bool takes_part(const Scene &c, int64_t at, const Real *output_grad) {
 
 constexpr int64_t kSlab = 16;  // steps in one chain of a product whose result is compared with a sum of its like
 
-// output . output_grad of one row. What has no gradient has no part in it, NaN or not. Exact, unless the row sees one
-// key: there it is g itself, by the same chains, so that the gradient of the score is exactly 0.
-inline Real product_with_grad(const Scene &c, const Sight &s, int64_t r, const Real *output_grad) {
+// lse before its scale.
+inline Real unscaled_lse(const Scene &c, int64_t at) {
+  return (Real)(((Wide)c.grad.lse[at] + c.grad.lse_rest[at]) / c.a.unit());
+}
+
+// Whether one key has all the weight, exactly 1: lse is its score. The row sees no other, or none that weighs anything.
+inline bool is_one_hot(const Scene &c, int64_t at) {
+  return unscaled_lse(c, at) * c.a.unit() == c.grad.max_score[at];
+}
+
+// output . output_grad of one row. What has no gradient has no part in it, NaN or not. Exact, unless one key has all the
+// weight: there it is that key's g, by the same chains, so that the gradient of its score is exactly 0.
+inline Real product_with_grad(const Scene &c, const Sight &s, int64_t r, int64_t at, const Real *output_grad) {
   Real *output = c.space.clean;
   pack_row(c.a, c.grad.output, c.grad.output_stride, c.part.batch, s.head[r], s.query[r], c.a.e, 1.f, output);
   Wide exact = 0.;
@@ -78,15 +88,12 @@ inline Real product_with_grad(const Scene &c, const Sight &s, int64_t r, const R
     }
     sum = chain + sum;
   }
-  return s.hi[r] - s.lo[r] == 1 ? sum : (Real)exact;
+  return is_one_hot(c, at) ? sum : (Real)exact;
 }
 
-// The largest score before its scale, but for rounding. Of a row that sees one key it is that to the bit: the weight is
-// exactly 1 there, and the gradient of its score exactly 0. (lse and its rest are the score then.)
-inline Real base_of(const Scene &c, const Sight &s, int64_t r, int64_t at) {
-  bool is_alone = s.hi[r] - s.lo[r] == 1 && !c.a.sink;
-  if (!is_alone) return c.grad.max_score[at] / c.a.unit();
-  return (Real)(((Wide)c.grad.lse[at] + c.grad.lse_rest[at]) / c.a.unit());
+// The largest score before its scale, but for rounding; to the bit where one key has all the weight.
+inline Real base_of(const Scene &c, int64_t at) {
+  return is_one_hot(c, at) ? unscaled_lse(c, at) : c.grad.max_score[at] / c.a.unit();
 }
 
 // ln of what exponentials relative to the row's base are multiplied by. The base is the largest score but for rounding,
@@ -116,10 +123,10 @@ inline void begin_row(Scene &c, int64_t block, int64_t r) {
   if (g.output_grad) {
     c.space.unsafe[n] |= pack_row(a, g.output_grad, g.output_grad_stride, c.part.batch, s.head[r], s.query[r], a.e, 1.f,
                                   output_grad);
-    if (!g.looks_first()) mean = product_with_grad(c, s, r, output_grad);
+    if (!g.looks_first()) mean = product_with_grad(c, s, r, at, output_grad);
   }
   if (empty || !takes_part(c, at, output_grad)) s.lo[r] = s.hi[r] = s.view[r].lo = s.view[r].hi = 0;
-  c.row.base[n] = empty ? 0.f : base_of(c, s, r, at);
+  c.row.base[n] = empty ? 0.f : base_of(c, at);
   c.row.inverse[n] = empty ? 0.f : std::exp(log_inverse(c, n, at));
   c.row.entropy[n] = entropy * kLn2;
   c.row.mean[n] = mean;
