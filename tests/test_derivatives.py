@@ -350,3 +350,38 @@ def test_small_weights_keep_their_digits(engine: str, name: str) -> None:
         asked = {n: r for n, (r, _) in readouts.items()}
         found = es.attention(**leaves, readouts=asked, engine=passed, **case.arguments)
     truth.check(truth.of(floats(*found), leaves))
+
+
+@pytest.mark.parametrize("engine", [*EXACT, "auto"])
+def test_weights_that_round_to_equal(engine: str) -> None:
+    """Which of them is the largest, and which score, may be two keys."""
+    key = torch.eye(2)[None, None]
+    query = torch.tensor([[[[1e-8, 0.0]]]], requires_grad=True)
+    with using(engine) as passed:
+        weights = es.AttentionWeights(query, key, engine=passed)
+        beside = es.attention(query, key, key, sink=0.0, engine=passed)[..., 0]
+        made = [torch.autograd.grad(x.sum(), query)[0][0, 0, 0] for x in (weights.lse(), weights.entropy(), beside)]
+    root = 0.5**0.5
+    right = [[root / 2, root / 2], [0.0, 0.0], [2 * root / 9, -root / 9]]
+    torch.testing.assert_close(torch.stack(made), torch.tensor(right), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", [*EXACT, "auto"])
+def test_values_of_no_dimension(engine: str) -> None:
+    query, key, value = (draw(1, 1, n, d, seed=n).requires_grad_() for n, d in ((31, 8), (33, 8), (33, 0)))
+    with using(engine) as passed:
+        output, entropy = es.attention(query, key, value, readouts=es.Entropy(), engine=passed)
+        alone = torch.autograd.grad(entropy.sum(), (query, key), retain_graph=True)
+        made = torch.autograd.grad(output.sum() + entropy.sum(), (query, key, value))
+    assert torch.equal(made[0], alone[0]) and torch.equal(made[1], alone[1]) and made[2].shape == value.shape
+
+
+@every_exact
+def test_a_sink_that_is_a_number_keeps_its_digits(engine: str) -> None:
+    query, key, value = small()
+    with using(engine) as passed:
+        outputs = [
+            es.attention(query, key, value, sink=sink, engine=passed)
+            for sink in (0.7, torch.tensor(0.7, dtype=torch.float64))
+        ]
+    assert torch.equal(*outputs)

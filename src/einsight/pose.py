@@ -15,7 +15,7 @@ from einsight.biases import Bias, as_bias
 from einsight.coordinates import Run, Sizes
 from einsight.masks import Mask
 from einsight.masks.mask import check_offset
-from einsight.problem import Problem, check_readout, is_autocast
+from einsight.problem import Problem, accuracy, check_readout, is_autocast
 
 
 def pose(
@@ -198,7 +198,7 @@ def _sink(sink: object, query: Tensor, given: Sizes) -> Float[Tensor, " h"]:
     if isinstance(sink, Real) and not isinstance(sink, bool):
         if not sink < math.inf:
             raise ValueError(f"sink must be a finite score (or −∞ for none), not {sink!r}")
-        return torch.full((given.h,), float(sink), device=query.device)
+        return torch.full((given.h,), float(sink), dtype=accuracy(query.dtype), device=query.device)
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
         what = f"a tensor of {sink.dtype}" if isinstance(sink, Tensor) else repr(sink)
         raise TypeError(f"sink must be a float tensor of one score per query head [h], or a number, not {what}")
