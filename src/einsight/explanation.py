@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from einsight.engines import choose
-from einsight.functional import NO_VALUE
+from einsight.functional import NO_VALUE, refuse_unknown
 from einsight.pose import pose
 from einsight.problem import Problem
 from einsight.readouts import LogSumExp, Scores, Weights
@@ -76,6 +76,7 @@ def explain(query: Any, key: Any, value: Any, mask: Any = None, **settings: Any)
     for name in ("readouts", "engine"):
         if name in settings:
             raise TypeError(f"explain takes no {name}=")
+    refuse_unknown("explain", settings)
     if settings.get("dropout"):
         raise ValueError("explain shows the weights that are certain; leave dropout out")
     if value is None:

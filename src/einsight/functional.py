@@ -78,15 +78,7 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
-    if unknown:
-        _refuse_arguments(
-            "attention",
-            unknown,
-            attn_mask="mask=einsight.allow(attn_mask), or bias=attn_mask if it is a float mask",
-            is_causal="mask=einsight.causal() (with offset=0 if there are fewer queries than keys)",
-            dropout_p="dropout=",
-            enable_gqa="nothing: heads are grouped as the shapes say",
-        )
+    refuse_unknown("attention", unknown)
     settings: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
@@ -157,6 +149,21 @@ def scaled_dot_product_attention(
             "whichever is masked out; a float mask to be added is attention(…, bias=mask, readouts=Weights())"
         )
     return attention(query, key, value, mask, readouts=Weights())
+
+
+SETTINGS = ("scale", "softcap", "score_mod", "bias", "sink", "offset", "dropout")
+
+
+def refuse_unknown(function: str, given: dict[str, Any]) -> None:
+    """Refuse what is no setting of `attention`; PyTorch's names with the way to say it here."""
+    _refuse_arguments(
+        function,
+        {name: x for name, x in given.items() if name not in SETTINGS},
+        attn_mask="mask=einsight.allow(attn_mask), or bias=attn_mask if it is a float mask",
+        is_causal="mask=einsight.causal() (with offset=0 if there are fewer queries than keys)",
+        dropout_p="dropout=",
+        enable_gqa="nothing: heads are grouped as the shapes say",
+    )
 
 
 def _refuse_arguments(function: str, unknown: dict[str, Any], **ways: str) -> None:

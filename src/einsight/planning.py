@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from einsight.engines import choose
-from einsight.functional import unpack
+from einsight.functional import refuse_unknown, unpack
 from einsight.pose import pose
 
 
@@ -54,6 +54,7 @@ def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts:
     holds   about 0.2 MB beside arguments and results
     """
     engine = settings.pop("engine", "auto")
+    refuse_unknown("plan", settings)
     asked, _ = unpack(() if readouts is None else readouts)
     problem = pose(query, key, value, mask, readouts=asked, **settings)
     needed = problem.only_needed_rows()

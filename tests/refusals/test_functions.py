@@ -48,6 +48,14 @@ REFUSALS: dict[str, Refusal] = {
         "this is einsight's scaled_dot_product_attention, not PyTorch's: instead of attn_mask= write mask=, where True "
         "is masked out (mask=~attn_mask); a float mask is attention(…, bias=)",
     ),
+    "plan": (
+        lambda: es.plan(q, k, v, dropout_p=0.5), TypeError,
+        "this is einsight's plan, not PyTorch's: instead of dropout_p= write dropout=",
+    ),
+    "explain": (
+        lambda: es.explain(q, k, v, is_causal=True), TypeError,
+        "this is einsight's explain, not PyTorch's: instead of is_causal= write mask=einsight.causal()",
+    ),
     "is_causal": (
         lambda: es.scaled_dot_product_attention(q, k, v, is_causal=True), TypeError,
         "instead of is_causal= write mask=einsight.causal()",
@@ -167,7 +175,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda: es.explain(q, k, None), TypeError, "value must be a tensor [b, g, j, e], not None"
     ),
     "plan of an unknown setting": (
-        lambda: es.plan(q, k, v, colour=1), TypeError, "unexpected keyword argument 'colour'"
+        lambda: es.plan(q, k, v, colour=1), TypeError, "plan got an unexpected argument 'colour'"
     ),
 }  # fmt: skip
 
