@@ -331,39 +331,36 @@ def test_forward_mode(engine: str) -> None:
             call(dual, "stream")
 
 
+PROBLEMS = {
+    # Each has a small weight, which must not be what is left of 1 − (1 − w).
+    "101 keys": operands(b=3, h=3, g=1, i=7, j=101, d=1, e=5),
+    # Which of them is the largest, and which score, may be two keys.
+    "weights that round to equal": (
+        torch.tensor([[[[1e-8, 0.0]]]]),
+        torch.eye(2)[None, None],
+        torch.eye(2)[None, None],
+    ),
+}
+ASKED: dict[str, Any] = {
+    "lse": (es.LogSumExp(), lambda found: found["lse"]),
+    "entropy": (es.Entropy(), lambda found: -found["weights"].xlogy(found["weights"]).sum(-1)),
+}
+
+
 @pytest.mark.parametrize("engine", [*EXACT, "auto"])
-@pytest.mark.parametrize("name", ["lse", "entropy", "sink"])
-def test_small_weights_keep_their_digits(engine: str, name: str) -> None:
-    """Of 101 keys each has a small weight, which must not be what is left of 1 − (1 − w)."""
-    query, key, value = operands(b=3, h=3, g=1, i=7, j=101, d=1, e=5)
-    sink = draw(3, seed=4) if name == "sink" else None
+@pytest.mark.parametrize("name", [*ASKED, "sink"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_what_softmax_leaves_behind_keeps_its_digits(problem: str, name: str, engine: str) -> None:
+    query, key, value = (x.clone().requires_grad_() for x in PROBLEMS[problem])
+    sink = draw(query.shape[1], seed=4) if name == "sink" else None
     case = Case(query, key, value, {"scale": 0.125, "sink": sink}, scale=0.125, sink=sink)
-    made = {"lse": es.LogSumExp(), "entropy": es.Entropy()}
-    readouts = {
-        "lse": {"lse": (made["lse"], lambda found: found["lse"])},
-        "entropy": {"entropy": (made["entropy"], lambda found: -found["weights"].xlogy(found["weights"]).sum(-1))},
-        "sink": {},
-    }[name]
-    leaves = {n: x.requires_grad_() for n, x in (("query", query), ("key", key), ("value", value))}
+    readouts = {name: ASKED[name]} if name in ASKED else {}
     truth = TrueGradients(case, readouts, 0)
+    leaves = {"query": query, "key": key, "value": value}
     with using(engine) as passed:
         asked = {n: r for n, (r, _) in readouts.items()}
         found = es.attention(**leaves, readouts=asked, engine=passed, **case.arguments)
     truth.check(truth.of(floats(*found), leaves))
-
-
-@pytest.mark.parametrize("engine", [*EXACT, "auto"])
-def test_weights_that_round_to_equal(engine: str) -> None:
-    """Which of them is the largest, and which score, may be two keys."""
-    key = torch.eye(2)[None, None]
-    query = torch.tensor([[[[1e-8, 0.0]]]], requires_grad=True)
-    with using(engine) as passed:
-        weights = es.AttentionWeights(query, key, engine=passed)
-        beside = es.attention(query, key, key, sink=0.0, engine=passed)[..., 0]
-        made = [torch.autograd.grad(x.sum(), query)[0][0, 0, 0] for x in (weights.lse(), weights.entropy(), beside)]
-    root = 0.5**0.5
-    right = [[root / 2, root / 2], [0.0, 0.0], [2 * root / 9, -root / 9]]
-    torch.testing.assert_close(torch.stack(made), torch.tensor(right), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("engine", [*EXACT, "auto"])

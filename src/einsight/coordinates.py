@@ -91,7 +91,6 @@ def as_axis(chosen: object, size: int, what: str) -> Axis:
     if isinstance(chosen, int):
         chosen = range(chosen, chosen + 1)
     if isinstance(chosen, range) and chosen.step == 1 and 0 <= chosen.start <= chosen.stop <= size:
-        # Without a look at a tensor, which torch.compile could not take.
         return Run(chosen.start, chosen.stop) if chosen else Run(0, 0)
     if not isinstance(chosen, Tensor):
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in chosen):
@@ -115,7 +114,7 @@ def _end(n: int | None, default: int, size: int) -> int:
 
 
 def _axis_of(chosen: list[int], size: int, what: str) -> Axis:
-    # Without a look at a tensor, which torch.compile could not take.
+    """Numbers as an axis, without a look at a tensor, which torch.compile could not take."""
     for n in chosen:
         if not -size <= n < size:
             raise ValueError(f"{what} names {n}, but there are {size} (0 to {size - 1})")

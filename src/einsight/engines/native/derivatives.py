@@ -96,6 +96,7 @@ class _Attention(torch.autograd.Function):
         output, lse, max_score, entropy, lse_rest, *integers = found
         upper, indices = _of_asks(ctx.asks, grads[6:], integers)
         of_output, of_lse, of_max, of_entropy = (plain(g) for g in grads[:4])
+        of_value = wanted[2] and of_output is not None
         if value is None or value.numel() == 0:
             output = of_output = None
         made = operations.backward(
@@ -105,7 +106,7 @@ class _Attention(torch.autograd.Function):
             ctx.settings,
             Results(output, lse, max_score, entropy if ctx.entropy else None, None, lse_rest, indices),
             Results(of_output, of_lse, of_max, of_entropy, None, None, upper),
-            (*wanted[:2], wanted[2] and of_output is not None, wanted[3], *ctx.learned),
+            (*wanted[:2], of_value, wanted[3], *ctx.learned),
         )
         return (
             None,
@@ -114,16 +115,10 @@ class _Attention(torch.autograd.Function):
             None,
             made.query.to(query.dtype) if wanted[0] else None,
             made.key.to(key.dtype) if wanted[1] else None,
-            _of_value(value, made.value, of_output is not None) if wanted[2] else None,
+            made.value.to(value.dtype) if value is not None and of_value else None,
             of_all_heads(made.sink, problem.heads, sink) if wanted[3] else None,
             *_of_biases(problem, leaves[4:], wanted[4:], made),
         )
-
-
-def _of_value(value: Tensor | None, made: Tensor, has_part: bool) -> Tensor | None:
-    if value is None or value.numel() == 0:
-        return None if value is None else torch.zeros_like(value)
-    return made.to(value.dtype) if has_part else None
 
 
 def _of_asks(
