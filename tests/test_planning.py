@@ -42,7 +42,7 @@ def test_why_not_another() -> None:
         "it has no softcap": {"softcap": 2.0},
         "it has no sink": {"sink": 0.0},
         "it has no score_mod": {"score_mod": lambda s, b, h, p, j: s, "offset": 0},
-        "a NaN goes through the −∞ of its biases": {"bias": torch.zeros(7)},
+        "a NaN would pass where its bias hides a key by −∞": {"bias": torch.zeros(7)},
         "its dropout draws other numbers than the engines with readouts": {"dropout": 0.5},
     }.items():
         plan = es.plan(q, k, v, **settings)

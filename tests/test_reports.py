@@ -290,6 +290,21 @@ def test_infinities_that_are_seen(engine: str) -> None:
 # What testers have found here.
 
 
+@pytest.mark.parametrize("spoilt", [inf, torch.nan])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_sink_that_is_no_number(engine: str, spoilt: float, grad: bool) -> None:
+    q, k, v = qkv(1, 2, 5, 5, 3)
+    asked = [es.Weights(), es.LogSumExp(), es.Entropy()]
+    sink = torch.tensor([spoilt, 0.5])
+    with torch.set_grad_enabled(grad):
+        output, (weights, *sums) = es.attention(q, k, v, es.causal(), sink=sink, readouts=asked, engine=engine)
+        right = es.attention(q, k, v, es.causal(), sink=0.5, readouts=asked, engine=engine)
+    assert output[:, 0].isnan().all() and all(found[:, 0].isnan().all() for found in sums)
+    assert weights[0, 0][torch.ones(5, 5).tril().bool()].isnan().all() and (weights[0, 0].triu(1) == 0).all()
+    for found, other in zip((output, weights, *sums), (right[0], *right[1]), strict=True):
+        assert_close(found[:, 1], other[:, 1], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("h", "g", "i"), [(1, 1, 97), (8, 2, 30), (1, 1, 96)])
 def test_many_queries_and_no_keys(engine: str, h: int, g: int, i: int) -> None:
     q, k, v = torch.ones(1, h, i, 8), torch.ones(1, g, 0, 8), torch.ones(1, g, 0, 3)
@@ -315,7 +330,7 @@ def test_windows_beyond_every_sequence(engine: str) -> None:
         assert_close(
             es.attention(q, k, v, window, engine=engine), es.attention(q, k, v, engine=engine), rtol=0, atol=1e-6
         )
-    with pytest.raises(ValueError, match="offset must lie within"):
+    with pytest.raises(ValueError, match="offset must be smaller than 2⁴⁰"):
         es.attention(q, k, v, es.causal(), offset=2**63, engine=engine)
 
 

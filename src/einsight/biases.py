@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from einsight.coordinates import At, Sizes, along, broadcasts, to_four
+from einsight.values import check_dense, check_flag, described
 
 
 class Bias:
@@ -124,8 +125,8 @@ def alibi(slopes: Float[Tensor, " h"]) -> Bias:
             [-1.0000, -0.5000,  0.0000]])
     """
     if not isinstance(slopes, Tensor) or slopes.ndim != 1 or not slopes.dtype.is_floating_point:
-        what = f"{slopes.dtype} {list(slopes.shape)}" if isinstance(slopes, Tensor) else repr(slopes)
-        raise TypeError(f"alibi takes a float tensor of one slope per query head [h], not {what}")
+        raise TypeError(f"alibi takes a float tensor of one slope per query head [h], not {described(slopes)}")
+    check_dense("alibi's slopes", slopes)
     return Alibi(slopes)
 
 
@@ -167,8 +168,9 @@ class _Relative(Bias):
 def relative(table: Float[Tensor, "n h"], *, bidirectional: bool = True, max_distance: int = 128) -> Bias:
     """T5's learned bias by distance: a table of n buckets, exact near by and logarithmic up to `max_distance`.
 
-    `bidirectional` splits the buckets between keys behind and keys ahead (encoders); without it keys ahead
-    share the bucket of distance 0 (decoders). (Raffel et al. 2020, arXiv:1910.10683.) The table is [n, h].
+    `bidirectional` splits the buckets between keys behind and keys ahead (encoders), of an odd number all but the
+    last; without it keys ahead share the bucket of distance 0 (decoders). The table is [n, h]. (Raffel et al. 2020,
+    arXiv:1910.10683.)
 
     Raises:
         TypeError, ValueError: what isn't a float table [n, h]; too few buckets, or a `max_distance` that is too small.
@@ -181,12 +183,13 @@ def relative(table: Float[Tensor, "n h"], *, bidirectional: bool = True, max_dis
             [ 4.,  2.,  0.]])
     """
     if not isinstance(table, Tensor) or table.ndim != 2 or not table.dtype.is_floating_point:
-        what = f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else repr(table)
-        raise TypeError(f"relative takes a float table [n, h] of n buckets for each head, not {what}")
+        raise TypeError(f"relative takes a float table [n, h] of n buckets for each head, not {described(table)}")
+    check_dense("relative's table", table)
+    check_flag("relative's bidirectional", bidirectional)
     near = len(table) // (4 if bidirectional else 2)
     if near < 1:
         raise ValueError(f"relative's table needs at least {4 if bidirectional else 2} buckets, not {len(table)}")
-    if max_distance <= near:
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= near:
         raise ValueError(f"relative's max_distance must exceed the {near} exact buckets, not {max_distance}")
     return _Relative(table, bidirectional, max_distance)
 
@@ -196,8 +199,9 @@ def as_bias(bias: object) -> Bias:
     if isinstance(bias, Bias):
         return bias
     if not isinstance(bias, Tensor):
-        raise TypeError(f"bias must be a float tensor, alibi(…) or relative(…), not {bias!r}")
+        raise TypeError(f"bias must be a float tensor, alibi(…) or relative(…), not {described(bias)}")
     if not bias.dtype.is_floating_point:
         hint = ": a mask goes in as mask=es.allow(tensor) or es.forbid(tensor)" if bias.dtype == torch.bool else ""
         raise TypeError(f"bias must be a float tensor, not {bias.dtype}{hint}")
+    check_dense("bias", bias)
     return TensorBias(bias)

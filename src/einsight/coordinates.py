@@ -10,11 +10,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral
+from typing import NamedTuple, TypeGuard
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
+
+from einsight.values import check_dense, described
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Run:
 
 
 Axis = Run | Tensor  # the original numbers along one dimension: one after the other, or any
+Choice = Run | int | slice | range | list[int] | Tensor  # what a user names numbers by
 
 
 class Sizes(NamedTuple):
@@ -67,42 +71,62 @@ def as_int(n: object) -> object:
     """NumPy's integers and int tensors without dimensions as ints; anything else as it is."""
     if isinstance(n, int):  # a size that torch.compile leaves open too, which it can't ask for more
         return n
-    is_number = n.ndim == 0 and not n.dtype.is_floating_point if isinstance(n, Tensor) else hasattr(n, "__index__")
+    is_number = n.ndim == 0 and not n.dtype.is_floating_point if isinstance(n, Tensor) else isinstance(n, Integral)
     return operator.index(n) if is_number else n  # type: ignore[arg-type]
 
 
+def as_chosen(chosen: object, what: str) -> Choice:
+    """Numbers chosen by the user: an int, a slice, a range, a list or an int tensor. Refuses what holds no ints."""
+    if isinstance(chosen, Run | range):
+        return chosen
+    if isinstance(chosen, slice):
+        ends = (as_int(n) for n in (chosen.start, chosen.stop, chosen.step))
+        chosen = slice(*ends)
+        if not all(n is None or _is_int(n) for n in (chosen.start, chosen.stop, chosen.step)) or chosen.step == 0:
+            raise TypeError(f"{what} must be a slice of ints, not {chosen!r}")
+        return chosen
+    if isinstance(chosen, list | tuple):
+        named = [n for n in map(as_int, chosen) if _is_int(n)]
+        if len(named) < len(chosen):
+            raise TypeError(f"{what} must hold ints, but got {described(chosen)}")
+        return named
+    chosen = as_int(chosen)
+    if _is_int(chosen):
+        return chosen
+    if not isinstance(chosen, Tensor):
+        raise TypeError(
+            f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {described(chosen)}"
+        )
+    check_dense(what, chosen)
+    if chosen.dtype.is_floating_point or chosen.dtype.is_complex or chosen.dtype == torch.bool or chosen.ndim > 1:
+        raise TypeError(
+            f"{what} must be a one-dimensional int tensor, not {chosen.dtype} {list(chosen.shape)}"
+            + ("; write mask.nonzero().flatten()" if chosen.dtype == torch.bool else "")
+        )
+    return chosen
+
+
+def _is_int(n: object) -> TypeGuard[int]:
+    return isinstance(n, int) and not isinstance(n, bool)
+
+
 def as_axis(chosen: object, size: int, what: str) -> Axis:
-    """Numbers chosen by the user (an int, a slice, a range, a list or an int tensor; negative ones count from
-    the end) as an axis; refuses what is out of range or not an integer."""
+    """Numbers chosen by the user as an axis; negative ones count from the end. Refuses what is out of range."""
+    chosen = as_chosen(chosen, what)
     if isinstance(chosen, Run):
         return chosen
     if isinstance(chosen, slice):
-        ends = chosen.start, chosen.stop
-        if chosen.step in (None, 1) and all(n is None or isinstance(n, int) for n in ends):
+        if chosen.step in (None, 1):
             start, stop = _end(chosen.start, 0, size), _end(chosen.stop, size, size)
             return Run(start, stop) if start < stop else Run(0, 0)
         chosen = range(size)[chosen]
-    if isinstance(chosen, list | tuple):
-        chosen = [as_int(n) for n in chosen]
-    elif not isinstance(chosen, range):
-        chosen = as_int(chosen)
-    if isinstance(chosen, bool) or not isinstance(chosen, int | range | Sequence | Tensor):
-        raise TypeError(f"{what} must be an int, a slice, a range, a list of ints or an int tensor, not {chosen!r}")
     if isinstance(chosen, int):
         chosen = range(chosen, chosen + 1)
     if isinstance(chosen, range) and chosen.step == 1 and 0 <= chosen.start <= chosen.stop <= size:
         return Run(chosen.start, chosen.stop) if chosen else Run(0, 0)
-    if not isinstance(chosen, Tensor):
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in chosen):
-            raise TypeError(f"{what} must hold ints, but got {chosen!r}")
-        return _axis_of(list(chosen), size, what)
-    index = chosen.detach().cpu()
-    if index.dtype.is_floating_point or index.dtype in (torch.bool, torch.complex64) or index.ndim > 1:
-        raise TypeError(
-            f"{what} must be a one-dimensional int tensor, not {index.dtype} {list(index.shape)}"
-            + ("; write mask.nonzero().flatten()" if index.dtype == torch.bool else "")
-        )
-    return _axis_of(index.reshape(-1).tolist(), size, what)
+    if isinstance(chosen, Tensor):
+        chosen = chosen.detach().reshape(-1).tolist()
+    return _axis_of(list(chosen), size, what)
 
 
 def _end(n: int | None, default: int, size: int) -> int:

@@ -76,7 +76,7 @@ def explain(query: Any, key: Any, value: Any, mask: Any = None, **settings: Any)
     for name in ("readouts", "engine"):
         if name in settings:
             raise TypeError(f"explain takes no {name}=")
-    refuse_unknown("explain", settings)
+    refuse_unknown("explain", settings, "query", "key", "value", "mask")
     if settings.get("dropout"):
         raise ValueError("explain shows the weights that are certain; leave dropout out")
     if value is None:

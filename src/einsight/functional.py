@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from einsight.masks import Mask, textbook
 from einsight.pose import pose
 from einsight.problem import ScoreMod
 from einsight.readouts import Readout, Weights
+from einsight.values import described
 
 NO_VALUE = "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)"
 Asked = Readout | Sequence[Readout] | dict[str, Readout]
@@ -78,7 +80,7 @@ def attention(
     >>> seen["received"]
     tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
     """
-    refuse_unknown("attention", unknown)
+    refuse_unknown("attention", unknown, *_OPERANDS, "readouts", "engine")
     settings: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
@@ -134,6 +136,7 @@ def scaled_dot_product_attention(
     _refuse_arguments(
         "scaled_dot_product_attention",
         unknown,
+        _OPERANDS,
         attn_mask="mask=, where True is masked out (mask=~attn_mask); a float mask is attention(…, bias=)",
         is_causal="mask=einsight.causal()",
         dropout_p="attention(…, dropout=…, readouts=Weights())",
@@ -151,14 +154,17 @@ def scaled_dot_product_attention(
     return attention(query, key, value, mask, readouts=Weights())
 
 
+_OPERANDS = ("query", "key", "value", "mask")
 SETTINGS = ("scale", "softcap", "score_mod", "bias", "sink", "offset", "dropout")
 
 
-def refuse_unknown(function: str, given: dict[str, Any]) -> None:
-    """Refuse what is no setting of `attention`; PyTorch's names with the way to say it here."""
+def refuse_unknown(function: str, given: dict[str, Any], *others: str) -> None:
+    """Refuse what is no setting of `attention`; PyTorch's names with the way to say it here. `others` are what the
+    function takes beside the settings."""
     _refuse_arguments(
         function,
         {name: x for name, x in given.items() if name not in SETTINGS},
+        (*others, *SETTINGS),
         attn_mask="mask=einsight.allow(attn_mask), or bias=attn_mask if it is a float mask",
         is_causal="mask=einsight.causal() (with offset=0 if there are fewer queries than keys)",
         dropout_p="dropout=",
@@ -166,11 +172,15 @@ def refuse_unknown(function: str, given: dict[str, Any]) -> None:
     )
 
 
-def _refuse_arguments(function: str, unknown: dict[str, Any], **ways: str) -> None:
-    """Arguments of PyTorch's function, each with the way to say it here."""
+def _refuse_arguments(function: str, unknown: dict[str, Any], known: tuple[str, ...], **ways: str) -> None:
+    """Arguments of PyTorch's function, each with the way to say it here; of others the nearest that there is."""
     for name in unknown:
         if name not in ways:
-            raise TypeError(f"{function} got an unexpected argument {name!r}")
+            near = get_close_matches(name, known, 1)
+            raise TypeError(
+                f"{function} takes no {name}="
+                + (f"; did you mean {near[0]}=?" if near else f"; its arguments are {', '.join(known)}")
+            )
         raise TypeError(f"this is einsight's {function}, not PyTorch's: instead of {name}= write {ways[name]}")
 
 
@@ -215,12 +225,26 @@ def merge(
     >>> torch.allclose(output, es.attention(q, k, v), atol=1e-6)
     True
     """
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, Iterable) or (isinstance(parts, Tensor) and parts.ndim == 0):
+            raise TypeError(f"merge's {name} must be a list of tensors, one for each part, not {described(parts)}")
     outputs, lses = list(outputs), list(lses)
     if not outputs or len(outputs) != len(lses):
         raise ValueError(f"merge takes as many outputs as lses, at least one; got {len(outputs)} and {len(lses)}")
     for n, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if not isinstance(output, Tensor) or not isinstance(lse, Tensor):
-            raise TypeError(f"merge takes tensors, but part {n} is {type(output).__name__}, {type(lse).__name__}")
+            what = output if not isinstance(output, Tensor) else lse
+            raise TypeError(f"merge takes tensors, but of part {n} one is {described(what)}")
+        if output.ndim != 4:
+            way = "; a single tensor goes in as [output]" if output.ndim == 3 else ""
+            raise ValueError(f"merge takes outputs [b, h, i, e], but that of part {n} is {list(output.shape)}{way}")
+        if not output.dtype.is_floating_point or not lse.dtype.is_floating_point:
+            raise TypeError(f"merge takes float tensors, but part {n} has output {output.dtype} and lse {lse.dtype}")
+        if output.device != outputs[0].device or lse.device != outputs[0].device:
+            raise ValueError(
+                f"merge: part {n} has its output on {output.device} and its lse on {lse.device}, but the first output "
+                f"is on {outputs[0].device}; they must be alike"
+            )
         if output.shape != outputs[0].shape or lse.shape != output.shape[:-1]:
             raise ValueError(
                 f"merge: part {n} has output {list(output.shape)} and lse {list(lse.shape)}, but the first output "

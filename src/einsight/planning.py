@@ -54,7 +54,7 @@ def plan(query: Any, key: Any, value: Any = None, mask: Any = None, *, readouts:
     holds   about 0.2 MB beside arguments and results
     """
     engine = settings.pop("engine", "auto")
-    refuse_unknown("plan", settings)
+    refuse_unknown("plan", settings, "query", "key", "value", "mask", "readouts", "engine")
     asked, _ = unpack(() if readouts is None else readouts)
     problem = pose(query, key, value, mask, readouts=asked, **settings)
     needed = problem.only_needed_rows()

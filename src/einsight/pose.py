@@ -16,6 +16,7 @@ from einsight.coordinates import Run, Sizes
 from einsight.masks import Mask
 from einsight.masks.mask import check_offset
 from einsight.problem import Problem, accuracy, check_readout, is_autocast
+from einsight.values import check_dense, described
 
 
 def pose(
@@ -40,7 +41,7 @@ def pose(
         _refuse_mask(mask)
     bias = None if bias is None else as_bias(bias)
     if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod must be a function fn(score, b, h, p, j), not {score_mod!r}")
+        raise TypeError(f"score_mod must be a function fn(score, b, h, p, j), not {described(score_mod)}")
     problem = Problem(
         query,
         key,
@@ -98,10 +99,8 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
     named = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor {_LETTERS[name]}, not {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided or (tensor.is_meta and tensor is query):
-            kind = "nested" if tensor.is_nested else "on the meta device" if tensor.is_meta else "sparse"
-            raise TypeError(f"{name} must be a dense tensor {_LETTERS[name]} that holds numbers, but it is {kind}")
+            raise TypeError(f"{name} must be a tensor {_LETTERS[name]}, not {described(tensor)}")
+        check_dense(name, tensor, f" {_LETTERS[name]}")
         if tensor.ndim != 4:
             way = {
                 3: f"; for one head write {name}.unsqueeze(1), for one batch item {name}.unsqueeze(0)",
@@ -159,7 +158,7 @@ def _shapes(named: dict[str, Tensor]) -> str:
 def _refuse_mask(mask: object) -> None:
     if not isinstance(mask, Tensor):
         way = "; for a rule of your own write es.where(fn)" if callable(mask) else ""
-        raise TypeError(f"mask must be one of einsight's masks, such as es.causal(), not {mask!r}{way}")
+        raise TypeError(f"mask must be one of einsight's masks, such as es.causal(), not {described(mask)}{way}")
     if mask.dtype.is_floating_point:
         raise TypeError(f"mask is a float tensor {list(mask.shape)}; what is added to the scores: pass it as bias=")
     what = "a boolean tensor" if mask.dtype == torch.bool else f"a tensor of {mask.dtype}"
@@ -173,7 +172,7 @@ def _refuse_mask(mask: object) -> None:
 def _number(name: str, value: object) -> float:
     if not isinstance(value, float) and (isinstance(value, bool) or not isinstance(value, Real)):
         way = "; multiply the query by it" if name == "scale" and isinstance(value, Tensor) else ""
-        raise TypeError(f"{name} must be a number, not {value!r}{way}")
+        raise TypeError(f"{name} must be a number, not {described(value)}{way}")
     number = float(value)
     if not -math.inf < number < math.inf:  # torch.compile can't ask math.isfinite of a number it leaves open
         raise ValueError(f"{name} must be finite, not {value!r}")
@@ -200,8 +199,10 @@ def _sink(sink: object, query: Tensor, given: Sizes) -> Float[Tensor, " h"]:
             raise ValueError(f"sink must be a finite score (or −∞ for none), not {sink!r}")
         return torch.full((given.h,), float(sink), dtype=accuracy(query.dtype), device=query.device)
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
-        what = f"a tensor of {sink.dtype}" if isinstance(sink, Tensor) else repr(sink)
-        raise TypeError(f"sink must be a float tensor of one score per query head [h], or a number, not {what}")
+        raise TypeError(
+            f"sink must be a float tensor of one score per query head [h], or a number, not {described(sink)}"
+        )
+    check_dense("sink", sink)
     if sink.ndim == 0:  # one learned number for all heads
         sink = sink.expand(given.h)
     if sink.shape != (given.h,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from einsight.masks import Mask
 from einsight.masks.mask import offset_needed, place
 from einsight.readouts import Readout, changed
 from einsight.room import check_fits
+from einsight.values import described
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -272,7 +274,7 @@ def check_is_readout(readout: Any) -> None:
     if isinstance(readout, type) and issubclass(readout, Readout):
         raise TypeError(f"a readout must be an instance: write {readout.__name__}(…) instead of {readout.__name__}")
     if not isinstance(readout, Readout):
-        raise TypeError(f"a readout must be one of einsight's, such as Entropy(), not {readout!r}")
+        raise TypeError(f"a readout must be one of einsight's, such as Entropy(), not {described(readout)}")
 
 
 def check_readout(readout: Any, problem: Problem) -> Readout:
@@ -285,8 +287,17 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
     if split and getattr(readout, "per_group", False):
         raise ValueError(f"{readout!r} needs whole groups of heads, but the heads selected split them")
     ready = readout.check(problem.given, sizes)
-    check_fits(ready, sizes, problem.dtype, problem.device)
+    if not torch.compiler.is_compiling():  # where sizes may be unknown
+        shapes = ready.shapes(sizes if ready.queries is None else sizes._replace(i=len(ready.queries)))
+        size = sum(map(math.prod, shapes)) * problem.dtype.itemsize
+        check_fits(f"the result of {ready!r}", size, problem.device, _PARTS)
     return ready
+
+
+_PARTS = (
+    "Rows(queries) gives the queries that matter, TopK(k) each one's strongest keys, Pool(block) a picture of all, "
+    "AttentionWeights(…) any part later"
+)
 
 
 def is_autocast(device_type: str) -> bool:

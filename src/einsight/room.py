@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
-
-from einsight.coordinates import Sizes
-from einsight.readouts import Readout
 
 _FITS = 1 << 28  # bytes that are there on any machine
 
@@ -32,15 +28,8 @@ def too_large(size: int, device: torch.device) -> str | None:
     return f"{size / 1e9:,.0f} GB, and {'this machine' if device.type == 'cpu' else device} has {memory / 1e9:,.0f} GB"
 
 
-def check_fits(readout: Readout, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a readout whose result alone is larger than all memory."""
-    if torch.compiler.is_compiling():  # there sizes may be unknown
-        return
-    count = sizes.i if readout.queries is None else len(readout.queries)
-    shapes = readout.shapes(sizes._replace(i=count))
-    comparison = too_large(sum(math.prod(shape) for shape in shapes) * dtype.itemsize, device)
+def check_fits(what: str, size: int, device: torch.device, way_out: str) -> None:
+    """Refuse what by itself is larger than all memory."""
+    comparison = too_large(size, device)
     if comparison is not None:
-        raise ValueError(
-            f"the result of {readout!r} would take {comparison}. Rows(queries) gives the queries that matter, "
-            "TopK(k) each one's strongest keys, Pool(block) a picture of all, AttentionWeights(…) any part later"
-        )
+        raise ValueError(f"{what} would take {comparison}. {way_out}")

@@ -13,7 +13,7 @@ from einsight.biases import Bias
 from einsight.coordinates import Axis, as_axis, as_int
 from einsight.engines import choose
 from einsight.engines.products import weighted
-from einsight.functional import unpack
+from einsight.functional import refuse_unknown, unpack
 from einsight.masks import Mask
 from einsight.pose import autocast, pose
 from einsight.problem import Problem, ScoreMod
@@ -34,6 +34,7 @@ from einsight.readouts import (
     TopK,
     Weights,
 )
+from einsight.values import check_dense, described
 
 
 class AttentionWeights:
@@ -75,7 +76,9 @@ class AttentionWeights:
         offset: int | Int[Tensor, " b"] | None = None,
         dropout: float = 0.0,
         engine: str = "auto",
+        **unknown: Any,
     ):
+        refuse_unknown("AttentionWeights", unknown, "query", "key", "mask", "engine")
         choose.check_name(engine)
         problem = pose(
             query,
@@ -120,7 +123,8 @@ class AttentionWeights:
         """Attention: the weights applied to values [b, g, j, e], or [b, h, j, e] of one per query head."""
         p, (value,) = self._problem, autocast(value)
         if not isinstance(value, Tensor) or value.ndim != 4:
-            raise TypeError(f"W @ value takes a value [b, g, j, e], not {_described(value)}")
+            raise TypeError(f"W @ value takes a value [b, g, j, e], not {described(value)}")
+        check_dense("W @ value: value", value)
         b, h, g, _, j, _, _ = p.sizes
         if value.shape[:3] not in ((b, g, j), (b, h, j)):
             raise ValueError(
@@ -201,7 +205,7 @@ class AttentionWeights:
             return self.received()
         if dim in (-1, 3):
             return self.read(_RowSum())
-        raise ValueError(f"W.sum goes over the queries (-2) or the keys (-1), not {dim!r}")
+        raise ValueError(f"W.sum goes over the queries (-2) or the keys (-1), not {described(dim)}")
 
     def select(self, *, batch: object = None, heads: object = None, queries: object = None) -> AttentionWeights:
         """The weights of some batch items, heads or queries (ints, slices, lists, int tensors), still lazy.
@@ -226,7 +230,7 @@ class AttentionWeights:
         if len([n for n in index if not isinstance(n, int | slice)]) > 1:
             raise IndexError("W takes one list or tensor of indices at a time; for several: W.select(…).dense()[…]")
         if len(index) > 4 or any(n is None for n in index):
-            raise IndexError(f"W has four dimensions [b, h, i, j]; it can't be indexed by {index!r}")
+            raise IndexError(f"W has four dimensions [b, h, i, j]; it can't be indexed by {described(index)}")
         names = ("batch", "heads", "queries")
         chosen = {n: k for n, k in zip(names, index, strict=False) if not (isinstance(k, slice) and k == slice(None))}
         for name, (n, size) in zip(names, zip(index, self.shape, strict=False), strict=False):
@@ -256,7 +260,8 @@ class TransposedWeights:
         """Σ over the queries of weight · x: [b, h, j, e]; computed in the weights' dtype."""
         b, h, i, _ = self.mT.shape
         if not isinstance(x, Tensor) or x.ndim != 4:
-            raise TypeError(f"W.mT @ x takes an x [b, h, i, e], not {_described(x)}")
+            raise TypeError(f"W.mT @ x takes an x [b, h, i, e], not {described(x)}")
+        check_dense("W.mT @ x: x", x)
         if x.shape[:3] != (b, h, i):
             raise ValueError(f"W.mT @ x: x has shape {list(x.shape)}, but W.mT reads [b, h, i, e] = [{b}, {h}, {i}, e]")
         if not x.dtype.is_floating_point:
@@ -294,7 +299,3 @@ class _Spread(Readout):
         flat = (t.expand(x.at.shape).flatten(0, 1).mT for t in (x.weights, x.seen))
         weights, seen = flat
         return weighted(weights, rows.flatten(0, 1), seen).unflatten(0, rows.shape[:2])
-
-
-def _described(x: object) -> str:
-    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else repr(x)

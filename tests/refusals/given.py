@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checks import operands
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import einsight as es
 
@@ -30,6 +31,12 @@ def attention(*changed: Any, **settings: Any) -> Any:
         if name in settings:
             given[name] = settings.pop(name)
     return es.attention(*given.values(), *changed, **settings)
+
+
+def elsewhere(*shape: int) -> torch.Tensor:
+    """A tensor on another device, which this machine needn't have."""
+    with FakeTensorMode():
+        return torch.zeros(shape, device="cuda")
 
 
 def check(refusal: Refusal) -> None:

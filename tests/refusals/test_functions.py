@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals.given import Refusal, W, attention, boolean, check, k, q, v
+from refusals.given import Refusal, W, attention, boolean, check, elsewhere, k, q, v
 
 import einsight as es
 
@@ -74,7 +74,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "another name": (
         lambda: es.scaled_dot_product_attention(q, k, v, colour=1), TypeError,
-        "scaled_dot_product_attention got an unexpected argument 'colour'",
+        "scaled_dot_product_attention takes no colour=; its arguments are query, key, value, mask",
     ),
     "textbook's integer mask": (
         lambda: es.scaled_dot_product_attention(q, k, v, boolean.int()), TypeError,
@@ -105,7 +105,23 @@ REFUSALS: dict[str, Refusal] = {
         lambda: es.merge([q], [q]), ValueError, "merge: part 0 has output [2, 6, 5, 11] and lse [2, 6, 5, 11]"
     ),
     "merge of numbers": (
-        lambda: es.merge([1.0], [2.0]), TypeError, "merge takes tensors, but part 0 is float, float"
+        lambda: es.merge([1.0], [2.0]), TypeError, "merge takes tensors, but of part 0 one is 1.0"
+    ),
+    "merge of None": (
+        lambda: es.merge(None, None), TypeError, "merge's outputs must be a list of tensors, one for each part, not"
+    ),
+    "merge of a result without its list": (
+        lambda: es.merge(q, q[..., 0]), ValueError,
+        "merge takes outputs [b, h, i, e], but that of part 0 is [6, 5, 11]; a single tensor goes in as [output]",
+    ),
+    "merge of a number": (lambda: es.merge([q], 0.5), TypeError, "merge's lses must be a list of tensors"),
+    "merge of integers": (
+        lambda: es.merge([q.long()], [q[..., 0]]), TypeError,
+        "merge takes float tensors, but part 0 has output torch.int64 and lse torch.float32",
+    ),
+    "merge across devices": (
+        lambda: es.merge([q, elsewhere(2, 6, 5, 11)], [q[..., 0], q[..., 0]]), ValueError,
+        "merge: part 1 has its output on cuda:0 and its lse on cpu, but the first output is on cpu; they must be alike",
     ),
     "merge of dtypes": (
         lambda: es.merge([q, q.half()], [q[..., 0], q[..., 0]]), TypeError,
@@ -115,7 +131,7 @@ REFUSALS: dict[str, Refusal] = {
     # the operator
     "W @ a list": (lambda: W @ [1.0], TypeError, "W @ value takes a value [b, g, j, e], not [1.0]"),
     "W @ three dimensions": (
-        lambda: W @ v[0], TypeError, "W @ value takes a value [b, g, j, e], not a tensor [3, 7, 13]"
+        lambda: W @ v[0], TypeError, "W @ value takes a value [b, g, j, e], not a tensor of torch.float32 [3, 7, 13]"
     ),
     "W @ other keys": (
         lambda: W @ v[:, :, :5], ValueError,
@@ -127,8 +143,8 @@ REFUSALS: dict[str, Refusal] = {
         "W @ value: value is torch.float64, but query torch.float32: value.to(query.dtype)",
     ),
     "W @ another device": (
-        lambda: W @ v.to("meta"), ValueError,
-        "W @ value: value is on meta, but query on cpu",
+        lambda: W @ elsewhere(2, 3, 7, 13), ValueError,
+        "W @ value: value is on cuda:0, but query on cpu",
     ),
     "W.mT @ a list": (lambda: W.mT @ [1.0], TypeError, "W.mT @ x takes an x [b, h, i, e], not [1.0]"),
     "W.mT @ other queries": (
@@ -139,7 +155,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda: W.mT @ q.long(), TypeError, "W.mT @ x: x must be a float tensor, not torch.int64",
     ),
     "W.mT @ another device": (
-        lambda: W.mT @ q.to("meta"), ValueError, "W.mT @ x: x is on meta, but query on cpu"
+        lambda: W.mT @ elsewhere(2, 6, 5, 11), ValueError, "W.mT @ x: x is on cuda:0, but query on cpu"
     ),
     "W.sum of the heads": (
         lambda: W.sum(1), ValueError, "W.sum goes over the queries (-2) or the keys (-1), not 1"
@@ -161,7 +177,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda: W[0, 0, 0, 0, 0], IndexError, "W has four dimensions [b, h, i, j]; it can't be indexed by"
     ),
     "index by None": (lambda: W[None], IndexError, "W has four dimensions [b, h, i, j]; it can't be indexed by"),
-    "index by text": (lambda: W["a"], TypeError, "batch must hold ints, but got 'a'"),
+    "index by text": (lambda: W["a"], TypeError, "batch must be an int, a slice, a range, a list of ints or an int"),
     # explain and plan
     "explain with readouts": (
         lambda: es.explain(q, k, v, readouts=es.Entropy()), TypeError, "explain takes no readouts="
@@ -175,8 +191,23 @@ REFUSALS: dict[str, Refusal] = {
         lambda: es.explain(q, k, None), TypeError, "value must be a tensor [b, g, j, e], not None"
     ),
     "plan of an unknown setting": (
-        lambda: es.plan(q, k, v, colour=1), TypeError, "plan got an unexpected argument 'colour'"
+        lambda: es.plan(q, k, v, colour=1), TypeError,
+        "plan takes no colour=; its arguments are query, key, value, mask, readouts, engine, scale, softcap, "
+        "score_mod, bias, sink, offset, dropout",
     ),
+    # names that are nearly right
+    "attention's scal": (lambda: attention(scal=1.0), TypeError, "attention takes no scal=; did you mean scale=?"),
+    "attention's readout": (
+        lambda: attention(readout=es.Entropy()), TypeError, "attention takes no readout=; did you mean readouts=?"
+    ),
+    "PyTorch's name for AttentionWeights": (
+        lambda: es.AttentionWeights(q, k, is_causal=True), TypeError,
+        "this is einsight's AttentionWeights, not PyTorch's: instead of is_causal= write mask=einsight.causal()",
+    ),
+    "AttentionWeights' readouts": (
+        lambda: es.AttentionWeights(q, k, readouts=es.Entropy()), TypeError, "AttentionWeights takes no readouts="
+    ),
+    "explain's sinks": (lambda: es.explain(q, k, v, sinks=1.0), TypeError, "explain takes no sinks=; did you mean"),
 }  # fmt: skip
 
 

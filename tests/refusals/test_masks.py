@@ -44,8 +44,8 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "allow of numbers": (
         lambda: es.allow(torch.ones(2, 2)), TypeError,
-        "allow takes a boolean tensor, True where a query may see a key, not a tensor of torch.float32; if it holds 0 "
-        "and 1, write tensor.bool()",
+        "allow takes a boolean tensor, True where a query may see a key, not a tensor of torch.float32 [2, 2]; if it "
+        "holds 0 and 1, write tensor.bool()",
     ),
     "forbid of a list": (
         lambda: es.forbid([True]), TypeError,
@@ -109,9 +109,46 @@ REFUSALS: dict[str, Refusal] = {
         lambda: es.documents(torch.zeros(3).long(), cu_seqlens=torch.tensor([0, 3])), TypeError,
         "documents takes either ids or cu_seqlens",
     ),
+    "mask without numbers": (
+        lambda: es.allow(boolean.to("meta")), TypeError,
+        "allow must be a dense tensor that holds numbers, but it is on the meta device",
+    ),
+    "sparse padding": (
+        lambda: es.padding(boolean.to_sparse()), TypeError,
+        "padding's keep must be a dense tensor that holds numbers, but it is sparse",
+    ),
+    "nested ids": (
+        lambda: es.documents(torch.nested.nested_tensor([torch.arange(2)], layout=torch.jagged)), TypeError,
+        "ids must be a dense tensor that holds numbers, but it is nested",
+    ),
+    "NumPy's mask": (
+        lambda: es.allow(boolean.numpy()), TypeError, "not a NumPy array [5, 7]; write torch.from_numpy(array)"
+    ),
+    "a long list as mask": (lambda: es.allow([True] * 999), TypeError, "True, True, …"),
+    "pairs of None": (
+        lambda: es.pairs(None, 0), TypeError, "pairs' queries must be an int, a slice, a range, a list of ints or an"
+    ),
+    "pairs of NumPy's": (
+        lambda: es.pairs(0, boolean.numpy()), TypeError, "not a NumPy array [5, 7]; write torch.from_numpy(array)"
+    ),
+    "a slice of floats": (
+        lambda: es.pairs(slice(0.5, 2), 0), TypeError, "pairs' queries must be a slice of ints, not slice(0.5, 2, None)"
+    ),
+    "a slice without a step": (lambda: es.pairs(slice(0, 2, 0), 0), TypeError, "must be a slice of ints"),
+    "lengths below 0": (lambda: es.lengths(-1), ValueError, "lengths takes a number of keys, 0 or more, not -1"),
+    "one of lengths below 0": (
+        lambda: es.lengths([3, -1]), ValueError, "lengths takes numbers of keys, 0 or more, not [3, -1]"
+    ),
+    "prefix below 0": (lambda: es.prefix(-2), ValueError, "prefix takes a number of keys, 0 or more, not -2"),
+    "fewer queries than none": (lambda: es.causal().show(-1, 3), ValueError, "i must be a number, 0 or more, not -1"),
+    "half a key": (lambda: es.causal().dense(2, 2.5), ValueError, "j must be a number, 0 or more, not 2.5"),
+    "a mask beyond all memory": (
+        lambda: es.causal().dense(2_000_000, 2_000_000), ValueError,
+        "the mask of 2000000 × 2000000 as a tensor would take 4,000 GB, and this machine has",
+    ),
     "documents of floats": (
         lambda: es.documents(torch.zeros(3)), TypeError,
-        "ids must be an int tensor [n] or [b, n], not torch.float32 [3]",
+        "ids must be an int tensor [n] or [b, n], not a tensor of torch.float32 [3]",
     ),
     "documents of other keys": (
         lambda: attention(es.documents(torch.zeros(5).long(), torch.zeros(5).long())), ValueError,

@@ -52,7 +52,7 @@ REFUSALS: dict[str, Refusal] = {
     "queries of a bool": (
         lambda: W.rows(True), TypeError, "Rows's queries must be an int, a slice, a range, a list of ints or an int"
     ),
-    "queries of a name": (lambda: W.rows("last"), TypeError, "Rows's queries must hold ints, but got 'last'"),
+    "queries of a name": (lambda: W.rows("last"), TypeError, "Rows's queries must be an int, a slice, a range, a list"),
     "ids too high": (
         lambda: es.Mass(torch.tensor([0, 1, 2]), n=2), ValueError,
         "Mass' ids must lie between -1 (no group) and n - 1 = 1, but go from 0 to 2",
@@ -65,10 +65,19 @@ REFUSALS: dict[str, Refusal] = {
         lambda: es.Mass(torch.zeros(1, 1, 7).long()), ValueError,
         "Mass takes ids [j] or [b, j], but groups has shape [1, 1, 7]",
     ),
+    "half a row": (lambda: es.Rows([1.5]), TypeError, "Rows's queries must hold ints, but got [1.5]"),
+    "half a query": (lambda: es.Received(queries=1.5), TypeError, "Received's queries must be an int, a slice"),
+    "a mean of text": (lambda: es.Received(mean="x"), TypeError, "Received's mean must be True or False, not 'x'"),
+    "groups that are a number": (
+        lambda: es.Received(per_group=1), TypeError, "Received's per_group must be True or False, not 1"
+    ),
+    "groups without numbers": (
+        lambda: es.Mass(boolean.long().to("meta")), TypeError, "Mass' groups must be a dense tensor that holds numbers"
+    ),
     "ids that are true or false": (
         lambda: es.Mass(boolean), TypeError,
-        "Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not torch.bool [5, 7]; the weight "
-        "on the keys of a boolean tensor is Share(allow(tensor))",
+        "Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not a tensor of torch.bool "
+        "[5, 7]; the weight on the keys of a boolean tensor is Share(allow(tensor))",
     ),
     "ids of a list": (lambda: es.Mass([0, 1]), TypeError, "Mass takes an int tensor of ids [j] or [b, j], or a float"),
     "n of a float": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals.given import Refusal, attention, boolean, check
+from refusals.given import Refusal, attention, boolean, check, elsewhere
 
 import einsight as es
 
@@ -30,8 +30,8 @@ REFUSALS: dict[str, Refusal] = {
         lambda: es.alibi(torch.ones(6)) + 1, TypeError, "bias must be a float tensor, alibi(…) or relative(…), not 1"
     ),
     "bias on another device": (
-        lambda: attention(bias=torch.zeros(5, 7, device="meta")), ValueError,
-        "bias is on meta but query on cpu; write bias.to(query.device)",
+        lambda: attention(bias=elsewhere(5, 7)), ValueError,
+        "bias is on cuda:0 but query on cpu; write bias.to(query.device)",
     ),
     "slopes for other heads": (
         lambda: attention(bias=es.alibi(torch.ones(3)), offset=0), ValueError,
@@ -39,7 +39,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "slopes of two dimensions": (
         lambda: es.alibi(torch.ones(6, 1)), TypeError,
-        "alibi takes a float tensor of one slope per query head [h], not torch.float32 [6, 1]",
+        "alibi takes a float tensor of one slope per query head [h], not a tensor of torch.float32 [6, 1]",
     ),
     "slopes of a list": (
         lambda: es.alibi([1.0]), TypeError, "alibi takes a float tensor of one slope per query head [h], not [1.0]"
@@ -50,7 +50,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "table of one dimension": (
         lambda: es.relative(torch.ones(8)), TypeError,
-        "relative takes a float table [n, h] of n buckets for each head, not torch.float32 [8]",
+        "relative takes a float table [n, h] of n buckets for each head, not a tensor of torch.float32 [8]",
     ),
     "table too small": (
         lambda: es.relative(torch.ones(3, 6)), ValueError, "relative's table needs at least 4 buckets, not 3"
@@ -83,9 +83,24 @@ REFUSALS: dict[str, Refusal] = {
         lambda: attention(sink=torch.zeros(3)), ValueError,
         "sink must have shape [h] = [6], one score per query head, not [3]",
     ),
+    "bias without numbers": (
+        lambda: attention(bias=torch.zeros(5, 7, device="meta")), TypeError,
+        "bias must be a dense tensor that holds numbers, but it is on the meta device",
+    ),
+    "slopes without numbers": (
+        lambda: es.alibi(torch.zeros(6, device="meta")), TypeError, "alibi's slopes must be a dense tensor that holds"
+    ),
+    "directions of a number": (
+        lambda: es.relative(torch.ones(8, 6), bidirectional=1), TypeError,
+        "relative's bidirectional must be True or False, not 1",
+    ),
+    "sink without numbers": (
+        lambda: attention(sink=torch.zeros(6, device="meta")), TypeError,
+        "sink must be a dense tensor that holds numbers, but it is on the meta device",
+    ),
     "sink on another device": (
-        lambda: attention(sink=torch.zeros(6, device="meta")), ValueError,
-        "sink is on meta but query on cpu; write sink.to(query.device)",
+        lambda: attention(sink=elsewhere(6)), ValueError,
+        "sink is on cuda:0 but query on cpu; write sink.to(query.device)",
     ),
     "sink of text": (lambda: attention(sink="1"), TypeError, "sink must be a float tensor of one score per query"),
 }  # fmt: skip

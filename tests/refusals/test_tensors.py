@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals.given import Refusal, W, attention, check, k, q, v
+from refusals.given import Refusal, W, attention, check, elsewhere, k, q, v
 
 import einsight as es
 
@@ -24,7 +24,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda: attention(value=v[None]), ValueError,
         "value must have four dimensions [b, g, j, e], but has 5: [1, 2, 3, 7, 13]",
     ),
-    "no tensor": (lambda: attention(query=[1.0]), TypeError, "query must be a tensor [b, h, i, d], not list"),
+    "no tensor": (lambda: attention(query=[1.0]), TypeError, "query must be a tensor [b, h, i, d], not [1.0]"),
     "no value": (
         lambda: attention(value=None), TypeError,
         "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)",
@@ -46,8 +46,8 @@ REFUSALS: dict[str, Refusal] = {
         lambda: attention(value=v.double()), TypeError, "value is torch.float64 but query is torch.float32"
     ),
     "mixed devices": (
-        lambda: attention(value=v.to("meta")), ValueError,
-        "value is on meta but query on cpu; they must be alike: value.to(query.device)",
+        lambda: attention(value=elsewhere(2, 3, 7, 13)), ValueError,
+        "value is on cuda:0 but query on cpu; they must be alike: value.to(query.device)",
     ),
     "batch items of key": (
         lambda: attention(key=k[:1]), ValueError,
@@ -148,7 +148,7 @@ REFUSALS: dict[str, Refusal] = {
     "dropout as a switch": (lambda: attention(dropout=True), TypeError, "dropout must be a number, not True"),
     "scale of a tensor": (
         lambda: attention(scale=torch.tensor(2.0)), TypeError,
-        "scale must be a number, not tensor(2.); multiply the query by it",
+        "scale must be a number, not a tensor of torch.float32 []; multiply the query by it",
     ),
     "scale ∞": (lambda: attention(scale=float("inf")), ValueError, "scale must be finite, not inf"),
 }  # fmt: skip

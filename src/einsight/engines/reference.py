@@ -16,6 +16,7 @@ from torch.nn.functional import dropout
 
 from einsight.coordinates import Run, numbers
 from einsight.engines.products import inner, weighted
+from einsight.engines.softmax import softmax_of, sums_of, weights_of
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
 from einsight.room import too_large
@@ -63,25 +64,17 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     scores = scores.where(seen, -torch.inf)
     seen = scores != -torch.inf
 
-    largest = scores.amax(-1) if j else scores.sum(-1) - torch.inf
-    joined, shift = scores, largest
-    if problem.sink is not None:  # one more key, which has no value
-        heads = numbers(problem.heads, problem.device)
-        sink = problem.sink.to(problem.dtype)[heads].view(1, h, 1).expand(b, h, i)
-        joined, shift = torch.cat([scores, sink.unsqueeze(-1)], -1), torch.maximum(largest, sink)
-    nothing = shift == -torch.inf
-    joined = joined.masked_fill(nothing.unsqueeze(-1), 0)
-    shift = shift.masked_fill(nothing, 0).detach()
-    weights = torch.softmax(joined, -1)[..., :j].masked_fill(nothing.unsqueeze(-1), 0).where(seen, 0)
-    log_sum = torch.logsumexp(joined - shift.unsqueeze(-1), -1).masked_fill(nothing, 0)
-    lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
+    sink = None if problem.sink is None else problem.sink[numbers(problem.heads, problem.device)]
+    of = softmax_of(scores, sink)
+    weights = weights_of(of, j, seen)
+    log_sum, lse = sums_of(of)
 
     output = None
     if problem.value is not None:
         kept = dropout(weights, problem.dropout) if problem.dropout else weights
         value = _per_head(problem.value.to(problem.dtype), h)
         output = _product(weighted, kept, value, seen).to(problem.query.dtype)
-    block = Block(at, 0, 0, 0, g, weights, scores, largest, shift, log_sum, lse, seen)
+    block = Block(at, 0, 0, 0, g, weights, scores, of.largest, of.shift, log_sum, lse, seen)
     return output, tuple(_read(readout, block) for readout in problem.readouts)
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from einsight.coordinates import At, Run, along, numbers
 from einsight.engines.join import Join, asked_queries, result_of
 from einsight.engines.products import all_finite, inner, select_product, weighted
+from einsight.engines.softmax import softmax_of, sums_of, weights_of
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
 
@@ -275,35 +276,33 @@ def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
 ) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
     """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse)."""
+    sink = None if problem.sink is None else problem.sink[numbers(problem.heads[tile.heads], problem.device)]
+    if space is None:
+        of = softmax_of(scores, sink)
+        spoilt = seen is not None and not bool((of.shift < torch.inf).all())
+        weights = weights_of(of, scores.shape[3], seen if spoilt else None)
+        return weights, (of.largest, of.shift, *sums_of(of)) if problem.readouts else None
     # In place the softmax writes over the scores, so this comes first.
     largest = scores.amax(-1) if scores.shape[3] else scores.sum(-1) - torch.inf
-    if space is None:
-        weights = torch.softmax(scores, -1)
-    else:
-        weights = torch.softmax(scores, -1, out=space.weights[: scores.numel()].view(scores.shape))
+    weights = torch.softmax(scores, -1, out=space.weights[: scores.numel()].view(scores.shape))
     nothing = largest == -torch.inf
     if bool(nothing.any()):
         weights = weights.masked_fill(nothing.unsqueeze(-1), 0)
-    if seen is not None and not bool((largest < torch.inf).all()):
+    shift = largest.masked_fill(nothing, 0)
+    # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
+    total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
+    log_sum = -torch.log(total.masked_fill(nothing, 1))
+    lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
+    if sink is not None:
+        # As a key's score of +∞, which softmax makes NaN.
+        sink = sink.to(problem.dtype).masked_fill(sink == torch.inf, torch.nan).view(1, -1, 1).expand(shift.shape)
+        with_sink = torch.logaddexp(log_sum, sink - shift).masked_fill(nothing, 0)
+        weights = weights * torch.exp(log_sum - with_sink).unsqueeze(-1)
+        shift, log_sum = torch.where(nothing, sink, shift), with_sink
+        lse = shift + log_sum
+    if seen is not None and not bool((lse < torch.inf).all()):
         weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
-    shift = largest.detach().masked_fill(nothing, 0)
-    if space is None and (problem.readouts or problem.sink is not None):
-        # What comes below has a derivative too, but one in which a small weight is what is left of 1 − (1 − w).
-        log_sum = torch.logsumexp((scores - shift.unsqueeze(-1)).masked_fill(nothing.unsqueeze(-1), 0), -1)
-        log_sum = log_sum.masked_fill(nothing, 0)
-    else:
-        # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
-        total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
-        log_sum = -torch.log(total.masked_fill(nothing, 1))
-    if problem.sink is None:
-        return weights, (largest, shift, log_sum, (shift + log_sum).masked_fill(nothing, -torch.inf))
-    heads = numbers(problem.heads[tile.heads], problem.device)
-    sink = problem.sink.to(problem.dtype)[heads].view(1, -1, 1).expand(shift.shape)
-    # Where there is nothing beside the sink its sum is exp(0); −∞ for the keys' would have no second derivative.
-    with_sink = torch.logaddexp(log_sum, sink - shift).masked_fill(nothing, 0)
-    shift = torch.where(nothing, sink, shift)
-    weights = weights * torch.exp(log_sum - with_sink).unsqueeze(-1)
-    return weights, (largest, shift, with_sink, shift + with_sink)
+    return weights, (largest, shift, log_sum, lse)
 
 
 class _Answer:

@@ -24,7 +24,7 @@ def refuses_settings(problem: Problem) -> str | None:
     """What PyTorch's kernels don't have, or have otherwise."""
     for name in ("softcap", "score_mod", "bias", "sink"):
         if getattr(problem, name) is not None:
-            return f"it has no {name}" if name != "bias" else "a NaN goes through the −∞ of its biases"
+            return f"it has no {name}" if name != "bias" else "a NaN would pass where its bias hides a key by −∞"
     if problem.dropout:
         return "its dropout draws other numbers than the engines with readouts"
     if 0 in problem.sizes:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from einsight.coordinates import At, Sizes, along
 from einsight.masks.mask import Bound, Mask, check_items, shown
+from einsight.values import check_dense, described
 
 
 class _Same(Mask):
@@ -76,8 +77,8 @@ class _Same(Mask):
 
 def _as_ids(name: str, ids: object) -> Integer[Tensor, "b n"]:
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point or ids.dtype.is_complex:
-        what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
-        raise TypeError(f"{name} must be an int tensor [n] or [b, n], not {what}")
+        raise TypeError(f"{name} must be an int tensor [n] or [b, n], not {described(ids)}")
+    check_dense(name, ids)
     ids = ids.detach().to(torch.int64)
     return ids[None] if ids.ndim == 1 else ids
 

@@ -12,6 +12,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from einsight.coordinates import At, Axis, Run, Sizes, as_int, numbers
+from einsight.room import check_fits
+from einsight.values import check_dense, described, may_look
 
 Bound = int | Tensor  # an int, or an int64 tensor that broadcasts to [b, h, i, 1]
 
@@ -98,11 +100,16 @@ class Mask:
                 [ True,  True,  True]])
         """
         items, heads = self.extent()
+        for name, n in (("i", i), ("j", j), ("b", 1 if b is None else b), ("h", 1 if h is None else h)):
+            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+                raise ValueError(f"{name} must be a number, 0 or more, not {described(n)}")
         if b is None:
             b = max(items, offset.numel() if isinstance(offset, Tensor) else 1)
         sizes = Sizes(b, heads if h is None else h, 1, i, j, 1, 1)
         start = check_offset(offset, sizes, needed_by="the mask" if self.positional else None)
         self.check(sizes)
+        way_out = "Ask for fewer queries or keys; attention itself never holds it"
+        check_fits(f"the mask of {i} × {j} as a tensor", b * sizes.h * i * j, torch.device("cpu"), way_out)
         at = At(sizes, Run(0, b), Run(0, sizes.h), Run(0, i), Run(0, j), place(start, Run(0, i)), torch.device("cpu"))
         allowed = self.allowed(at).expand(b, sizes.h, i, j).clone()
         return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
@@ -145,7 +152,7 @@ def _as_operand(other: object, sign: str) -> Mask:
         raise TypeError(
             f"a mask {sign} a tensor of {other.dtype}: say what True means, es.allow(tensor) or es.forbid(tensor)"
         )
-    raise TypeError(f"a mask {sign} {other!r}: both sides must be masks")
+    raise TypeError(f"a mask {sign} {described(other)}: both sides must be masks")
 
 
 def offset_needed(by: str, sizes: Sizes) -> str:
@@ -168,12 +175,16 @@ def check_offset(offset: object, sizes: Sizes, needed_by: str | None) -> int | I
             raise TypeError(f"offset must be an int or an int tensor [b], not a tensor of {offset.dtype}")
         if offset.ndim > 1 or offset.numel() not in (1, sizes.b):
             raise ValueError(f"offset must be an int or an int tensor [b] = [{sizes.b}], not {list(offset.shape)}")
-        return offset.detach().reshape(-1).to("cpu", torch.int64, copy=True)  # which the user may change
+        check_dense("offset", offset)
+        starts = offset.detach().reshape(-1).to("cpu", torch.int64, copy=True)  # which the user may change
+        if may_look(starts) and bool(((starts <= -FAR) | (starts >= FAR)).any()):
+            raise ValueError(f"{_NEAR}, not {starts.tolist()}")
+        return starts
     offset = as_int(offset)
-    if isinstance(offset, int) and abs(offset) >= FAR:
-        raise ValueError(f"offset must lie within ±2⁴⁰, not be {offset}")
     if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"offset must be an int or an int tensor [b], not {offset!r}")
+        raise TypeError(f"offset must be an int or an int tensor [b], not {described(offset)}")
+    if abs(offset) >= FAR:
+        raise ValueError(f"{_NEAR}, not {offset}")
     return offset
 
 
@@ -199,6 +210,7 @@ def smaller(a: Bound, b: Bound) -> Bound:
 
 
 FAR = 2**40  # positions; no sequence is as long
+_NEAR = "offset must be smaller than 2⁴⁰ = 1,099,511,627,776, and larger than −2⁴⁰"
 
 
 class _And(Mask):

@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from einsight.coordinates import At, Sizes, as_axis, broadcasts, numbers, to_four
+from einsight.coordinates import At, Choice, Sizes, as_axis, as_chosen, broadcasts, numbers, to_four
 from einsight.masks.mask import Bound, Mask, shown
+from einsight.values import check_dense, described
 
 
 class _Pairs(Mask):
-    def __init__(self, queries: object, keys: object):
+    def __init__(self, queries: Choice, keys: Choice):
         self.queries, self.keys = queries, keys
 
     def check(self, sizes: Sizes) -> None:
@@ -50,7 +51,7 @@ def pairs(queries: object, keys: object) -> Mask:
     ■ ■ ■
     · · ■
     """
-    return _Pairs(queries, keys)
+    return _Pairs(as_chosen(queries, "pairs' queries"), as_chosen(keys, "pairs' keys"))
 
 
 class _Dense(Mask):
@@ -98,9 +99,9 @@ def textbook(mask: Bool[Tensor, ...]) -> Mask:
 
 def _dense(name: str, tensor: object, true_means: str) -> Mask:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-        what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
         hint = "; if it holds 0 and 1, write tensor.bool()" if isinstance(tensor, Tensor) else ""
-        raise TypeError(f"{name} takes a boolean tensor, True where {true_means}, not {what}{hint}")
+        raise TypeError(f"{name} takes a boolean tensor, True where {true_means}, not {described(tensor)}{hint}")
+    check_dense(name, tensor)
     return _Dense(tensor, f"{name}(tensor)", shows=name == "allow")
 
 
@@ -136,8 +137,7 @@ class _Where(Mask):
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         seen = self.fn(at.b, at.h, at.p, at.j)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            what = f"a tensor of {seen.dtype}" if isinstance(seen, Tensor) else repr(seen)
-            raise TypeError(f"where(fn): fn(b, h, p, j) must return a boolean tensor, but returned {what}")
+            raise TypeError(f"where(fn): fn(b, h, p, j) must return a boolean tensor, but returned {described(seen)}")
         if seen.ndim > 4 or any(n not in (1, m) for n, m in zip(to_four(seen).shape, at.shape, strict=True)):
             raise ValueError(
                 f"where(fn): fn(b, h, p, j) returned shape {list(seen.shape)}, which does not broadcast to the block "
@@ -160,5 +160,6 @@ def where(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     ■ · ■
     """
     if not callable(fn):
-        raise TypeError(f"where takes a function fn(b, h, p, j), not {fn!r}; for a tensor write allow or forbid")
+        way = "; for a tensor write allow or forbid" if isinstance(fn, Tensor) else ""
+        raise TypeError(f"where takes a function fn(b, h, p, j), not {described(fn)}{way}")
     return _Where(fn)

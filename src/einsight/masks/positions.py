@@ -10,6 +10,7 @@ from torch import Tensor
 
 from einsight.coordinates import At, Sizes, as_int
 from einsight.masks.mask import FAR, Bound, Mask, check_items, describe, larger, shown
+from einsight.values import check_dense, described, may_look
 
 
 class Window(Mask):
@@ -64,7 +65,7 @@ def window(left: int | None, right: int | None) -> Mask:
     left, right = as_int(left), as_int(right)  # type: ignore[assignment]
     for name, side in (("left", left), ("right", right)):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window's {name} must be a number of keys or None, not {side!r}")
+            raise TypeError(f"window's {name} must be a number of keys or None, not {described(side)}")
     if left is not None and right is not None and left + right < 0:
         raise ValueError(f"window({left}, {right}) holds no key: left + right must be at least 0; None is no limit")
     # What lies beyond every sequence is no limit either, and wouldn't fit beside positions in an int64.
@@ -76,14 +77,19 @@ def _per_item(name: str, values: object) -> int | Int[Tensor, " b"]:
     """One count for all items, or one for each."""
     values = [as_int(n) for n in values] if isinstance(values, list | tuple) else as_int(values)
     if isinstance(values, int) and not isinstance(values, bool):
+        if values < 0:
+            raise ValueError(f"{name} takes a number of keys, 0 or more, not {values}")
         return values
     if isinstance(values, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in values):
         values = torch.tensor(values, dtype=torch.int64)
     if not isinstance(values, Tensor):
-        raise TypeError(f"{name} takes an int, a list of ints or an int tensor [b], not {values!r}")
+        raise TypeError(f"{name} takes an int, a list of ints or an int tensor [b], not {described(values)}")
     if values.dtype.is_floating_point or values.dtype == torch.bool or values.ndim > 1:
         hint = "; for a mask of valid keys [b, j] write padding(keep)" if values.ndim == 2 else ""
         raise TypeError(f"{name} takes an int or an int tensor [b], not {values.dtype} {list(values.shape)}{hint}")
+    check_dense(name, values)
+    if may_look(values) and bool((values < 0).any()):
+        raise ValueError(f"{name} takes numbers of keys, 0 or more, not {values.tolist()}")
     return values.detach().reshape(-1).to(torch.int64)
 
 
@@ -185,7 +191,8 @@ def padding(keep: Shaped[Tensor, "b j"]) -> Mask:
     tensor([[False, False,  True]])
     """
     if not isinstance(keep, Tensor):
-        raise TypeError(f"padding takes a tensor [b, j], True or 1 where the token is real, not {keep!r}")
+        raise TypeError(f"padding takes a tensor [b, j], True or 1 where the token is real, not {described(keep)}")
+    check_dense("padding's keep", keep)
     if keep.ndim != 2:
         raise ValueError(f"padding takes a tensor [b, j], but keep has {keep.ndim} dimensions {list(keep.shape)}")
     if keep.dtype.is_floating_point or keep.dtype.is_complex:

@@ -5,11 +5,6 @@ from __future__ import annotations
 import math
 from numbers import Integral
 
-import torch
-from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch._guards import detect_fake_mode
-
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     """Refuse a value that is none of those known."""
@@ -32,13 +27,3 @@ def positive(name: str, value: object) -> None:
 def is_int(value: object) -> bool:
     """Whether it is an int, NumPy's too; True is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def may_look(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers are there to be looked at: not while torch.compile, torch.export, torch.func or a
-    fake mode runs through, nor on the meta device."""
-    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not Tensor:
-        return False
-    if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
-        return False
-    return maybe_current_level() is None

@@ -17,10 +17,11 @@ from einsight.nn import checkpoint
 from einsight.nn.attention import MultiHeadAttention
 from einsight.nn.block import Activation, Norm, TransformerBlock, make_norm
 from einsight.nn.cache import KVCache
-from einsight.nn.checks import count, is_int, may_look, one_of, positive
+from einsight.nn.checks import count, is_int, one_of, positive
 from einsight.nn.generation import generate
 from einsight.nn.positions import LearnedPositions, Llama3Scaling, RotaryEmbedding, SinusoidalPositions
 from einsight.problem import is_autocast
+from einsight.values import may_look
 
 Positions = Literal["rotary", "learned", "sinusoidal"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from einsight.nn.checks import is_int
 from einsight.nn.positions import LearnedPositions
+from einsight.values import described
 
 if TYPE_CHECKING:
     from einsight.nn.decoder import Decoder
@@ -92,7 +93,7 @@ def _prompts(tokens: Any, vocab_size: int, device: torch.device) -> tuple[Int[Te
     elif isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
         rows = [_prompt(row) for row in tokens]
     else:
-        raise TypeError(f"{_EXPECTED}, not {tokens!r}")
+        raise TypeError(f"{_EXPECTED}, not {described(tokens)}")
     if not rows:
         raise ValueError("generate continues prompts, but there is none")
     lengths = [len(row) for row in rows]
@@ -113,7 +114,7 @@ def _prompt(row: Any) -> Int[Tensor, " i"]:
         if all(is_int(token) for token in prompt):
             return torch.tensor(prompt, dtype=torch.int64)
     way = "; turn text into tokens first" if isinstance(row, str) else ""
-    raise TypeError(f"{_EXPECTED}, but one is {row!r}{way}")
+    raise TypeError(f"{_EXPECTED}, but one is {described(row)}{way}")
 
 
 def _stops(stop: Any, vocab_size: int, device: torch.device) -> Int[Tensor, " n"] | None:

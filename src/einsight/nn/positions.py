@@ -11,7 +11,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from einsight.nn.checks import count, may_look, positive
+from einsight.nn.checks import count, positive
+from einsight.values import described, may_look
 
 Angles = tuple[Tensor, Tensor]
 Offset = int | Tensor  # where token 0 stands: one for all items, or an int tensor [b]
@@ -235,7 +236,7 @@ def read_offset(who: str, offset: Any, b: int | None = None) -> int | tuple[int,
         places = tuple(offset.reshape(-1).tolist())
         first = min(places, default=0)
     elif isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"{who}: offset must be an int or an int tensor [b], not {offset!r}")
+        raise TypeError(f"{who}: offset must be an int or an int tensor [b], not {described(offset)}")
     else:
         first = places = offset
     if first < 0:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from einsight.coordinates import Sizes, along, as_int, to_four
 from einsight.masks import Mask
 from einsight.readouts.readout import Block, Chosen, Readout, Shapes, changed
+from einsight.values import check_dense, check_flag, described
 
 
 class Top(NamedTuple):
@@ -44,6 +45,8 @@ class Received(Chosen):
 
     def __init__(self, queries: object = None, mean: bool = False, per_group: bool = False):
         super().__init__(queries)
+        check_flag("Received's mean", mean)
+        check_flag("Received's per_group", per_group)
         self.mean, self.per_group = mean, per_group
 
     def check(self, given: Sizes, sizes: Sizes) -> Readout:
@@ -91,7 +94,7 @@ class TopK(Chosen):
         super().__init__(queries)
         k = as_int(k)  # type: ignore[assignment]
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"TopK's k must be a positive int, not {k!r}")
+            raise ValueError(f"TopK's k must be a positive int, not {described(k)}")
         self.k = k
 
     def shapes(self, sizes: Sizes) -> Shapes:
@@ -150,7 +153,7 @@ class Share(Readout):
 
     def __init__(self, mask: Mask):
         if not isinstance(mask, Mask):
-            what = "a tensor: write es.allow(tensor)" if isinstance(mask, Tensor) else repr(mask)
+            what = "a tensor: write es.allow(tensor)" if isinstance(mask, Tensor) else described(mask)
             raise TypeError(f"Share takes a mask, such as es.window(32, 0), not {what}")
         self.mask = mask
         self.positional = mask.positional
@@ -184,11 +187,12 @@ class Mass(Chosen):
     def __init__(self, groups: Shaped[Tensor, ...], n: int | None = None, queries: object = None):
         super().__init__(queries)
         if not isinstance(groups, Tensor) or groups.dtype.is_complex or groups.dtype == torch.bool:
-            what = f"{groups.dtype} {list(groups.shape)}" if isinstance(groups, Tensor) else repr(groups)
-            way = "; the weight on the keys of a boolean tensor is Share(allow(tensor))" if "bool" in what else ""
+            what = described(groups)
+            way = "; the weight on the keys of a boolean tensor is Share(allow(tensor))" if "torch.bool" in what else ""
             raise TypeError(f"Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not {what}{way}")
+        check_dense("Mass' groups", groups)
         if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
-            raise TypeError(f"Mass' n must be an int, not {n!r}")
+            raise TypeError(f"Mass' n must be an int, not {described(n)}")
         if groups.dtype.is_floating_point:
             if groups.ndim != 2 or n not in (None, groups.shape[1]):
                 raise ValueError(f"Mass takes a float matrix [j, n], but groups has shape {list(groups.shape)}, n={n}")

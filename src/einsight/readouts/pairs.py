@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from einsight.coordinates import Sizes, as_int
 from einsight.readouts.readout import Block, Chosen, Readout, Shapes, changed
+from einsight.values import described
 
 
 class Rows(Chosen):
@@ -61,7 +62,7 @@ class Diagonal(Readout):
     def __init__(self, shift: int = 0):
         shift = as_int(shift)  # type: ignore[assignment]
         if isinstance(shift, bool) or not isinstance(shift, int):
-            raise TypeError(f"Diagonal's shift must be an int, not {shift!r}")
+            raise TypeError(f"Diagonal's shift must be an int, not {described(shift)}")
         self.shift = shift
 
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
@@ -108,7 +109,7 @@ class Pool(Readout):
     def __init__(self, block: int):
         block = as_int(block)  # type: ignore[assignment]
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-            raise ValueError(f"Pool's block must be a positive int, not {block!r}")
+            raise ValueError(f"Pool's block must be a positive int, not {described(block)}")
         self.size = block
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from einsight.coordinates import At, Axis, Sizes, as_axis, numbers
+from einsight.coordinates import At, Axis, Sizes, as_axis, as_chosen, numbers
 from einsight.masks.mask import shown
 
 
@@ -126,7 +126,8 @@ class Chosen(Readout):
     """A readout that may be about some of the queries only."""
 
     def __init__(self, queries: object = None):
-        self.queries = queries  # type: ignore[assignment]
+        # As an axis once the problem is known.
+        self.queries = None if queries is None else as_chosen(queries, f"{type(self).__name__}'s queries")  # type: ignore[assignment]
 
     def check(self, given: Sizes, sizes: Sizes) -> Readout:
         if self.queries is None:

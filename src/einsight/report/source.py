@@ -263,6 +263,6 @@ def _item(b: int, item: int | None) -> int:
     chosen = as_int(item)
     if isinstance(chosen, bool) or not isinstance(chosen, int):
         raise TypeError(f"item must be the number of a sequence, not {item!r}")
-    if b > 1 and not -b <= chosen < b:
-        raise ValueError(f"item={chosen} is out of range: source holds {b} sequences")
-    return chosen % b if b > 1 else 0
+    if not -b <= chosen < b:
+        raise ValueError(f"item={chosen} is out of range: source holds {b} sequence{'s' * (b != 1)}")
+    return chosen % b
