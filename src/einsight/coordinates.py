@@ -69,7 +69,7 @@ def along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
 
 def as_int(n: object) -> object:
     """NumPy's integers and int tensors without dimensions as ints; anything else as it is."""
-    if isinstance(n, int):  # a size that torch.compile leaves open too, which it can't ask for more
+    if isinstance(n, int | torch.SymInt):  # a size that torch.compile leaves open, which it can't ask for more
         return n
     is_number = n.ndim == 0 and not n.dtype.is_floating_point if isinstance(n, Tensor) else isinstance(n, Integral)
     return operator.index(n) if is_number else n  # type: ignore[arg-type]
@@ -82,16 +82,16 @@ def as_chosen(chosen: object, what: str) -> Choice:
     if isinstance(chosen, slice):
         ends = (as_int(n) for n in (chosen.start, chosen.stop, chosen.step))
         chosen = slice(*ends)
-        if not all(n is None or _is_int(n) for n in (chosen.start, chosen.stop, chosen.step)) or chosen.step == 0:
+        if not all(n is None or is_int(n) for n in (chosen.start, chosen.stop, chosen.step)) or chosen.step == 0:
             raise TypeError(f"{what} must be a slice of ints, not {chosen!r}")
         return chosen
     if isinstance(chosen, list | tuple):
-        named = [n for n in map(as_int, chosen) if _is_int(n)]
+        named = [n for n in map(as_int, chosen) if is_int(n)]
         if len(named) < len(chosen):
             raise TypeError(f"{what} must hold ints, but got {described(chosen)}")
         return named
     chosen = as_int(chosen)
-    if _is_int(chosen):
+    if is_int(chosen):
         return chosen
     if not isinstance(chosen, Tensor):
         raise TypeError(
@@ -106,8 +106,9 @@ def as_chosen(chosen: object, what: str) -> Choice:
     return chosen
 
 
-def _is_int(n: object) -> TypeGuard[int]:
-    return isinstance(n, int) and not isinstance(n, bool)
+def is_int(n: object) -> TypeGuard[int]:
+    """Whether it is an int, or a size that torch.export leaves open; True is none."""
+    return isinstance(n, int | torch.SymInt) and not isinstance(n, bool)
 
 
 def as_axis(chosen: object, size: int, what: str) -> Axis:
@@ -120,13 +121,11 @@ def as_axis(chosen: object, size: int, what: str) -> Axis:
             start, stop = _end(chosen.start, 0, size), _end(chosen.stop, size, size)
             return Run(start, stop) if start < stop else Run(0, 0)
         chosen = range(size)[chosen]
-    if isinstance(chosen, int):
-        chosen = range(chosen, chosen + 1)
     if isinstance(chosen, range) and chosen.step == 1 and 0 <= chosen.start <= chosen.stop <= size:
         return Run(chosen.start, chosen.stop) if chosen else Run(0, 0)
     if isinstance(chosen, Tensor):
         chosen = chosen.detach().reshape(-1).tolist()
-    return _axis_of(list(chosen), size, what)
+    return _axis_of(list(chosen) if isinstance(chosen, list | range) else [chosen], size, what)
 
 
 def _end(n: int | None, default: int, size: int) -> int:

@@ -127,12 +127,14 @@ class Problem:
     @_remembered
     def positions(self) -> Int[Tensor, "#b i"]:
         """Where each query stands among the keys, on the CPU."""
-        return place(self.offset if isinstance(self.offset, int) else along(self.offset, 0, self.batch), self.queries)
+        return place(
+            along(self.offset, 0, self.batch) if isinstance(self.offset, Tensor) else self.offset, self.queries
+        )
 
     @property
     def first(self) -> int | None:
         """Where the first query stands, if that is one number and the others follow it one by one."""
-        if isinstance(self.offset, int) and isinstance(self.queries, Run):
+        if isinstance(self.queries, Run) and not isinstance(self.offset, Tensor):
             return self.offset + self.queries.start
         return None
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
 from einsight.biases import Alibi, Bias, TensorBias
-from einsight.coordinates import At, along, to_four
+from einsight.coordinates import At, along, is_int, to_four
 from einsight.masks import Mask
 from einsight.masks.mask import Bound, larger, smaller
 
@@ -62,8 +62,8 @@ def lower(mask: Mask, at: At, hull: tuple[Bound, Bound] | None = None, here: At 
 
 def interval(lo: Bound, hi: Bound, j: int) -> tuple[Int[Tensor, "#b #h #i"] | None, Int[Tensor, "#b #h #i"] | None]:
     """A mask's bounds as a rule has them."""
-    first = None if isinstance(lo, int) and lo <= 0 else _bound(lo)
-    return first, None if isinstance(hi, int) and hi >= j else _bound(hi)
+    first = None if is_int(lo) and lo <= 0 else _bound(lo)
+    return first, None if is_int(hi) and hi >= j else _bound(hi)
 
 
 def _bound(bound: Bound) -> Int[Tensor, "#b #h #i"]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from einsight.coordinates import At, Axis, Run, Sizes, as_int, numbers
+from einsight.coordinates import At, Axis, Run, Sizes, as_int, is_int, numbers
 from einsight.room import check_fits
 from einsight.values import check_dense, described, may_look
 
@@ -101,7 +101,7 @@ class Mask:
         """
         items, heads = self.extent()
         for name, n in (("i", i), ("j", j), ("b", 1 if b is None else b), ("h", 1 if h is None else h)):
-            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            if not is_int(n) or n < 0:
                 raise ValueError(f"{name} must be a number, 0 or more, not {described(n)}")
         if b is None:
             b = max(items, offset.numel() if isinstance(offset, Tensor) else 1)
@@ -181,7 +181,7 @@ def check_offset(offset: object, sizes: Sizes, needed_by: str | None) -> int | I
             raise ValueError(f"{_NEAR}, not {starts.tolist()}")
         return starts
     offset = as_int(offset)
-    if isinstance(offset, bool) or not isinstance(offset, int):
+    if not is_int(offset):
         raise TypeError(f"offset must be an int or an int tensor [b], not {described(offset)}")
     if abs(offset) >= FAR:
         raise ValueError(f"{_NEAR}, not {offset}")

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int, Integer, Shaped
 from torch import Tensor
 
-from einsight.coordinates import At, Sizes, as_int
+from einsight.coordinates import At, Sizes, as_int, is_int
 from einsight.masks.mask import FAR, Bound, Mask, check_items, describe, larger, shown
 from einsight.values import check_dense, described, may_look
 
@@ -64,7 +64,7 @@ def window(left: int | None, right: int | None) -> Mask:
     """
     left, right = as_int(left), as_int(right)  # type: ignore[assignment]
     for name, side in (("left", left), ("right", right)):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+        if side is not None and not is_int(side):
             raise TypeError(f"window's {name} must be a number of keys or None, not {described(side)}")
     if left is not None and right is not None and left + right < 0:
         raise ValueError(f"window({left}, {right}) holds no key: left + right must be at least 0; None is no limit")
@@ -76,11 +76,11 @@ def window(left: int | None, right: int | None) -> Mask:
 def _per_item(name: str, values: object) -> int | Int[Tensor, " b"]:
     """One count for all items, or one for each."""
     values = [as_int(n) for n in values] if isinstance(values, list | tuple) else as_int(values)
-    if isinstance(values, int) and not isinstance(values, bool):
+    if is_int(values):
         if values < 0:
             raise ValueError(f"{name} takes a number of keys, 0 or more, not {values}")
         return values
-    if isinstance(values, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in values):
+    if isinstance(values, Sequence) and all(map(is_int, values)):
         values = torch.tensor(values, dtype=torch.int64)
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} takes an int, a list of ints or an int tensor [b], not {described(values)}")

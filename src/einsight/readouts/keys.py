@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.nn.functional import pad
 
-from einsight.coordinates import Sizes, along, as_int, to_four
+from einsight.coordinates import Sizes, along, as_int, is_int, to_four
 from einsight.masks import Mask
 from einsight.readouts.readout import Block, Chosen, Readout, Shapes, changed
 from einsight.values import check_dense, check_flag, described
@@ -93,7 +93,7 @@ class TopK(Chosen):
     def __init__(self, k: int, queries: object = None):
         super().__init__(queries)
         k = as_int(k)  # type: ignore[assignment]
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        if not is_int(k) or k < 1:
             raise ValueError(f"TopK's k must be a positive int, not {described(k)}")
         self.k = k
 
@@ -191,7 +191,8 @@ class Mass(Chosen):
             way = "; the weight on the keys of a boolean tensor is Share(allow(tensor))" if "torch.bool" in what else ""
             raise TypeError(f"Mass takes an int tensor of ids [j] or [b, j], or a float matrix [j, n], not {what}{way}")
         check_dense("Mass' groups", groups)
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
+        n = as_int(n)  # type: ignore[assignment]
+        if n is not None and not is_int(n):
             raise TypeError(f"Mass' n must be an int, not {described(n)}")
         if groups.dtype.is_floating_point:
             if groups.ndim != 2 or n not in (None, groups.shape[1]):

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from einsight.coordinates import Sizes, as_int
+from einsight.coordinates import Sizes, as_int, is_int
 from einsight.readouts.readout import Block, Chosen, Readout, Shapes, changed
 from einsight.values import described
 
@@ -61,7 +61,7 @@ class Diagonal(Readout):
 
     def __init__(self, shift: int = 0):
         shift = as_int(shift)  # type: ignore[assignment]
-        if isinstance(shift, bool) or not isinstance(shift, int):
+        if not is_int(shift):
             raise TypeError(f"Diagonal's shift must be an int, not {described(shift)}")
         self.shift = shift
 
@@ -108,7 +108,7 @@ class Pool(Readout):
 
     def __init__(self, block: int):
         block = as_int(block)  # type: ignore[assignment]
-        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        if not is_int(block) or block < 1:
             raise ValueError(f"Pool's block must be a positive int, not {described(block)}")
         self.size = block
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from einsight.coordinates import Sizes
+from einsight.coordinates import Sizes, is_int
 from einsight.engines.asks import Ask, Kind, blank
 from einsight.engines.rules import Rule
 from einsight.problem import accuracy
@@ -144,7 +144,7 @@ def _flat(settings: Settings) -> tuple[list[int], list[Tensor | None]]:
     for rule in whole:
         lo, hi, seen, shows, query_ids, key_ids = rule or Rule()
         for bound in (lo, hi):
-            numbers += [int(isinstance(bound, int)), bound if isinstance(bound, int) else 0]
+            numbers += [int(is_int(bound)), bound if is_int(bound) else 0]
         numbers.append(int(shows))
         tensors += [bound if isinstance(bound, Tensor) else None for bound in (lo, hi)]
         tensors += [seen, query_ids, key_ids]

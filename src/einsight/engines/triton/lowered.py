@@ -67,9 +67,10 @@ def ends(rule: Rule, i: int, j: int) -> tuple[Int[Tensor, "#b #h i"], Int[Tensor
 
 
 def _end(bound: Tensor | int | None, if_none: int, i: int, j: int) -> Int[Tensor, "#b #h i"]:
-    if isinstance(bound, int):
-        bound = torch.arange(bound, bound + i)[None, None]
-    bound = torch.full((1, 1, 1), if_none) if bound is None else bound.clamp(0, j)
+    if bound is None:
+        return torch.full((1, 1, i), if_none)
+    bound = bound if isinstance(bound, Tensor) else torch.arange(bound, bound + i)[None, None]
+    bound = bound.clamp(0, j)
     return bound.expand(*bound.shape[:2], i)
 
 
