@@ -18,6 +18,10 @@ CALLS = {
     "a picture": "es.attention(q, k, v, es.causal(), readouts=es.Pool(4))",
     "chosen queries": "es.attention(q, k, v, readouts={'rows': es.Rows([-1]), 'of': es.Received(slice(-3, None))})",
     "lengths": "es.attention(q, k, v, es.lengths(lengths) & es.causal())",
+    "padding": "es.attention(q, k, v, es.padding(keep[:, : k.shape[2]]) & es.causal())",
+    "documents": "es.attention(q, k, v, es.documents(ids[: k.shape[2]]) & es.causal(), readouts=es.Entropy())",
+    "either of two": "es.attention(q, k, v, es.causal() | es.lengths(2))",
+    "pairs": "es.attention(q, k, v, es.pairs([1, 3], [2, 4]))",
     "alibi": "es.attention(q, k, v, bias=es.alibi(slopes))",
     "a tensor": "es.attention(q, k, v, es.allow(torch.ones(q.shape[2], k.shape[2]).tril().bool()))",
     "the textbook's": "es.scaled_dot_product_attention(q, k, v, es.causal())",
@@ -28,7 +32,7 @@ SCRIPT = """
 import torch, einsight as es
 from torch.utils._pytree import tree_leaves
 
-lengths, slopes = torch.tensor([3, 5]), torch.rand(4)
+lengths, slopes, ids, keep = torch.tensor([3, 5]), torch.rand(4), torch.arange(99) // 5, torch.arange(198).view(2, 99) % 7 > 0
 
 def call(q, k, v):
     return {call}

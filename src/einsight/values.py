@@ -34,6 +34,11 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, not {described(value)}")
 
 
+def is_sure(condition: Tensor) -> bool:
+    """Whether all of it is true, as far as may be looked."""
+    return may_look(condition) and bool(condition.all())
+
+
 def may_look(tensor: Tensor) -> bool:
     """Whether a tensor's numbers are there to be looked at: not while torch.compile, torch.export, torch.func or a
     fake mode runs through, nor on the meta device."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from einsight.coordinates import At, Sizes, along
 from einsight.masks.mask import Bound, Mask, check_items, shown
-from einsight.values import check_dense, described
+from einsight.values import check_dense, described, is_sure, may_look
 
 
 class _Same(Mask):
@@ -35,7 +35,7 @@ class _Same(Mask):
         ids = along(self.key_ids, 0, at.batch).to(at.device)
         p = at.p.flatten(1)
         outside = (p < 0) | (p >= ids.shape[1])
-        if bool(outside.any()):
+        if may_look(outside) and bool(outside.any()):
             raise ValueError(
                 f"{self.name} has ids for the {ids.shape[1]} keys, but a query stands at position "
                 f"{int(p[outside][0])}: give query_ids"
@@ -45,7 +45,7 @@ class _Same(Mask):
 
     def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
         query_ids, key_ids = self.ids(at)
-        if query_ids.numel() == 0 or key_ids.numel() == 0:
+        if not may_look(key_ids) or query_ids.numel() == 0 or key_ids.numel() == 0:
             return 0, at.sizes.j, False
         b = max(len(query_ids), len(key_ids))
         found, key_ids = key_ids.flatten(1).unique(return_inverse=True)
@@ -55,7 +55,7 @@ class _Same(Mask):
         first = torch.full((b, n), at.sizes.j).scatter_reduce_(1, key_ids, j, "amin")
         last = torch.full((b, n), -1).scatter_reduce_(1, key_ids, j, "amax")
         count = torch.zeros(b, n, dtype=torch.int64).scatter_add_(1, key_ids, torch.ones_like(j))
-        exact = bool((count == (last - first + 1).clamp(min=0)).all())
+        exact = is_sure(count == (last - first + 1).clamp(min=0))
         query_ids = query_ids.flatten(1).contiguous()
         place = torch.searchsorted(found, query_ids).clamp(max=n - 1)
         known = found[place] == query_ids

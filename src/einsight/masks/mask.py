@@ -13,7 +13,7 @@ from torch import Tensor
 
 from einsight.coordinates import At, Axis, Run, Sizes, as_int, is_int, numbers
 from einsight.room import check_fits
-from einsight.values import check_dense, described, may_look
+from einsight.values import check_dense, described, is_sure, may_look
 
 Bound = int | Tensor  # an int, or an int64 tensor that broadcasts to [b, h, i, 1]
 
@@ -252,7 +252,7 @@ class _Or(_And):
         touch = empty | other_empty | ((lo <= other_hi) & (other_lo <= hi))
         hull_lo = torch.where(empty, other_lo, torch.where(other_empty, lo, torch.minimum(lo, other_lo)))
         hull_hi = torch.where(empty, other_hi, torch.where(other_empty, hi, torch.maximum(hi, other_hi)))
-        return hull_lo, hull_hi, exact and other_exact and bool(touch.all())
+        return hull_lo, hull_hi, exact and other_exact and is_sure(touch)
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return self.left.allowed(at) | self.right.allowed(at)

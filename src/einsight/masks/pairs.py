@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from einsight.coordinates import At, Choice, Sizes, as_axis, as_chosen, broadcasts, numbers, to_four
+from einsight.coordinates import At, Choice, Run, Sizes, as_axis, as_chosen, broadcasts, numbers, to_four
 from einsight.masks.mask import Bound, Mask, shown
-from einsight.values import check_dense, described
+from einsight.values import check_dense, described, is_sure, may_look
 
 
 class _Pairs(Mask):
@@ -27,9 +27,12 @@ class _Pairs(Mask):
         return torch.isin(at.i, queries), keys
 
     def bounds(self, at: At) -> tuple[Bound, Bound, bool]:
-        named, keys = self._named(at)
-        if keys.numel() == 0:
-            return 0, 0, True
+        named, _ = self._named(at)
+        keys = as_axis(self.keys, at.sizes.j, "pairs' keys")
+        if isinstance(keys, Run):
+            return named * keys.start, named * keys.stop, True
+        if not may_look(keys):
+            return 0, at.sizes.j, False
         lo, hi = int(keys.min()), int(keys.max()) + 1
         return named * lo, named * hi, keys.unique().numel() == hi - lo
 
@@ -79,7 +82,7 @@ class _Dense(Mask):
         lo = seen.to(torch.uint8).argmax(-1, keepdim=True)
         last = j - seen.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
         hi = torch.where(count > 0, last, lo)
-        return lo, hi, bool((hi - lo == count).all())
+        return lo, hi, is_sure(hi - lo == count)
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         named = at.take(self.tensor)

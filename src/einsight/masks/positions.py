@@ -10,7 +10,7 @@ from torch import Tensor
 
 from einsight.coordinates import At, Sizes, as_int, is_int
 from einsight.masks.mask import FAR, Bound, Mask, check_items, describe, larger, shown
-from einsight.values import check_dense, described, may_look
+from einsight.values import check_dense, described, is_sure, may_look
 
 
 class Window(Mask):
@@ -171,7 +171,7 @@ class Padding(Mask):
         first = keep.to(torch.uint8).argmax(-1, keepdim=True)
         last = keep.shape[-1] - keep.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
         hi = torch.where(count > 0, last, first)
-        return first, hi, bool((hi - first == count).all())
+        return first, hi, is_sure(hi - first == count)
 
     def allowed(self, at: At) -> Bool[Tensor, "#b #h #i #j"]:
         return at.take(self.keep[:, None, None, :])
