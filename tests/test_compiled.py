@@ -32,7 +32,8 @@ SCRIPT = """
 import torch, einsight as es
 from torch.utils._pytree import tree_leaves
 
-lengths, slopes, ids, keep = torch.tensor([3, 5]), torch.rand(4), torch.arange(99) // 5, torch.arange(198).view(2, 99) % 7 > 0
+lengths, slopes = torch.tensor([3, 5]), torch.rand(4)
+ids, keep = torch.arange(99) // 5, torch.arange(198).view(2, 99) % 7 > 0
 
 def call(q, k, v):
     return {call}

@@ -1,7 +1,9 @@
 """Attention as pure linear algebra: the output at the speed of a fused kernel, and whatever you want to know
 about the weights, without ever holding the [queries × keys] matrix."""
 
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 
 from einsight.biases import Bias, alibi, relative
 from einsight.explanation import explain
@@ -82,3 +84,10 @@ __all__ = [
     "where",
     "window",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The modules that stand on the engine, imported when they are first asked for."""
+    if name in ("lens", "models", "report"):
+        return import_module(f"einsight.{name}")
+    raise AttributeError(f"module 'einsight' has no attribute {name!r}")
