@@ -10,16 +10,19 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import einsight as es
 from einsight.lens.call import Call, make
 from einsight.lens.compiled import report
 from einsight.lens.faces import Face, interface
 from einsight.lens.huggingface.attention import mask_of
-from einsight.lens.rules import Rule, of_mask
+from einsight.lens.rules import of_mask
 
 _lock = threading.Lock()
 _users = 0
@@ -161,11 +164,10 @@ def _flash(
     **kwargs: Any,
 ) -> Call:
     is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is not None:  # which a static cache is longer than
+        key, value = key[:, :, : attention_mask.shape[1]], value[:, :, : attention_mask.shape[1]]
     i, j = query.shape[2], key.shape[2]
-    window = kwargs.get("sliding_window")
-    keep = None if attention_mask is None else attention_mask[:, -j:].bool()
     call = make(
         query,
         key,
@@ -177,9 +179,31 @@ def _flash(
         offset=j - i,
         dropout=dropout,
     )
-    call.rule = Rule(causal=bool(is_causal), left=window - 1 if window and is_causal else None, keep=keep)
-    call._window = window
+    call._window = kwargs.get("sliding_window")
+    before = None if call._window is None or j <= call._window else call._window - 1
+    parts = [] if before is None and not is_causal else [es.window(before, 0 if is_causal else before)]
+    if attention_mask is not None:
+        parts.append(es.padding(attention_mask[:, -j:].bool()))
+    elif (packed := _packed(len(query), i, j, **kwargs)) is not None:
+        parts.append(packed)
+    call.rule = of_mask(reduce(and_, parts) if parts else None, i, j, j - i)
     return call
+
+
+def _packed(
+    b: int, i: int, j: int, position_ids: Any = None, cu_seq_lens_k: Any = None, **kwargs: Any
+) -> es.Mask | None:
+    """Sequences one after another in a row, by their lengths, or where positions start again, as transformers tells
+    them."""
+    if cu_seq_lens_k is not None:
+        return es.documents(cu_seqlens=cu_seq_lens_k)
+    if b != 1 or i != j or position_ids is None or position_ids.numel() != j:
+        return None
+    places = position_ids.reshape(-1)
+    first = places.min()
+    if torch.equal(places, first + torch.arange(j, device=places.device)):
+        return None
+    return es.documents((places == first).cumsum(0))
 
 
 _READINGS: dict[str, Callable[..., Call]] = {"eager": _eager, "sdpa": _sdpa, "einsight": _einsight}
