@@ -24,6 +24,10 @@ CALLS = {
     "pairs": "es.attention(q, k, v, es.pairs([1, 3], [2, 4]))",
     "alibi": "es.attention(q, k, v, bias=es.alibi(slopes))",
     "a tensor": "es.attention(q, k, v, es.allow(torch.ones(q.shape[2], k.shape[2]).tril().bool()))",
+    "a learned tensor": "es.attention(q, k, v, bias=learned[:, : q.shape[2], : k.shape[2]])",
+    "groups": "es.attention(q, k, v, readouts=es.Mass(ids[: k.shape[2]], n=20))",
+    "a part of an operator": "es.AttentionWeights(q, k, es.causal())[0, 1]",
+    "the textbook's mask": "es.scaled_dot_product_attention(q, k, v, hidden[: q.shape[2], : k.shape[2]])",
     "the textbook's": "es.scaled_dot_product_attention(q, k, v, es.causal())",
     "an operator": "es.AttentionWeights(q, k, es.causal()).read([es.Entropy(), es.Received()])",
 }
@@ -32,8 +36,9 @@ SCRIPT = """
 import torch, einsight as es
 from torch.utils._pytree import tree_leaves
 
-lengths, slopes = torch.tensor([3, 5]), torch.rand(4)
-ids, keep = torch.arange(99) // 5, torch.arange(198).view(2, 99) % 7 > 0
+lengths, slopes, learned = torch.tensor([3, 5]), torch.rand(4), torch.randn(4, 99, 99, requires_grad=True)
+hidden, ids = torch.ones(99, 99).triu(1).bool(), torch.arange(99) // 5
+keep = torch.arange(198).view(2, 99) % 7 > 0
 
 def call(q, k, v):
     return {call}
@@ -42,7 +47,8 @@ def run(call, n, dtype):
     torch.manual_seed(n)
     q, k, v = (torch.randn(2, 4, m, 8).to(dtype).requires_grad_() for m in (n, n + {more}, n + {more}))
     results = [x for x in tree_leaves(call(q, k, v)) if x.is_floating_point()]
-    grads = torch.autograd.grad(sum(x.cos().sum() for x in results), (q, k, v), allow_unused=True)
+    leaves = q, k, v, learned
+    grads = torch.autograd.grad(sum(x.cos().sum() for x in results), leaves, allow_unused=True)
     return [*results, *(grad for grad in grads if grad is not None)]
 
 for dynamic, graphs in ((None, 2), (True, 1)):
@@ -66,6 +72,19 @@ def run(script: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph_serves_every_length(name: str) -> None:
     run(SCRIPT.format(call=CALLS[name], more=3 if "offset" in name else 0))
+
+
+def test_half_precision() -> None:
+    run("""
+import torch, einsight as es
+
+q, k, v = torch.randn(3, 2, 4, 7, 8).bfloat16().unbind(0)
+k = torch.randn(2, 4, 7, 9).bfloat16()[..., 1:]  # numbers that don't lie in pairs
+call = lambda q, k, v: es.attention(q, k, v, es.causal())
+assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v), call(q, k, v))
+layer, x = es.nn.MultiHeadAttention(16, 2).bfloat16(), torch.randn(2, 7, 16).bfloat16()
+assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+""")
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -290,6 +290,91 @@ def test_infinities_that_are_seen(engine: str) -> None:
 # What testers have found here.
 
 
+def test_one_head_named_again_and_again(engine: str) -> None:
+    q, k, _ = qkv(1, 1, 3, 5, 4)
+    of_sink, of_slopes = (torch.tensor([0.5], requires_grad=True) for _ in range(2))
+    for settings, leaf in (({"sink": of_sink}, of_sink), ({"bias": es.alibi(of_slopes), "offset": 0}, of_slopes)):
+        W = es.AttentionWeights(q, k, engine=engine, **settings)
+        lse, once = W.select(heads=[0, 0, 0]).lse(), W.lse()
+        assert torch.equal(lse, once.expand(1, 3, 3))
+        (three,), (one,) = torch.autograd.grad(lse.sum(), leaf), torch.autograd.grad(once.sum(), leaf)
+        assert_close(three, 3 * one, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("offset", "readout"),
+    [
+        (2**32, es.Diagonal()),
+        (-(2**32), es.Share(es.window(3, 0))),
+        (2 - 2**32, es.Share(es.causal())),
+        (0, es.Diagonal(-(2**32))),
+        (0, es.Diagonal(2**70)),
+        (torch.tensor([2**32 + 1]), es.Diagonal(-1)),
+    ],
+)
+def test_positions_that_do_not_fit_into_32_bits(engine: str, offset: int | Tensor, readout: es.Readout) -> None:
+    q, k, v = qkv(1, 1, 4, 4, 8)
+    _, found = es.attention(q, k, v, offset=offset, readouts=readout, engine=engine)
+    assert (found == 0).all()
+    (found * torch.arange(4.0)).sum().backward()
+    assert (q.grad == 0).all() and (k.grad == 0).all()
+
+
+def test_more_keys_than_there_can_be(engine: str) -> None:
+    q, k, v = qkv(1, 1, 4, 4, 8)
+    everything = es.attention(q, k, v, readouts=es.Weights(), engine=engine)[1]
+    for n in (2**63, 2**70, [2**70], torch.tensor([2**63 - 1])):
+        for mask in (es.lengths(n), es.prefix(n)):
+            weights = es.attention(q, k, v, mask, readouts=es.Weights(), engine=engine)[1]
+            assert_close(weights, everything, rtol=0, atol=1e-6)
+    assert_close(es.attention(q, k, v, readouts=es.Pool(2**70), engine=engine)[1], torch.ones(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-8, 0.3, 3.0])
+def test_sinks_of_any_size(engine: str, dtype: torch.dtype, scale: float) -> None:
+    q, k, v = (draw(1, 1, 4, 8, seed=s, dtype=dtype).requires_grad_() for s in (1, 2, 3))
+    asked = [es.LogSumExp(), es.Entropy(), es.Received()]
+    for size in (3.2e9, 1e10, 1e20, 1e30, torch.finfo(dtype).max):
+        output, found = es.attention(q, k, v, scale=scale, sink=size, readouts=asked, engine=engine)
+        assert (output == 0).all() and (found[0] == size).all() and all((x == 0).all() for x in found[1:])
+        (output.sum() + sum(x.sum() for x in found)).backward()
+        assert (q.grad == 0).all() and (k.grad == 0).all() and (v.grad == 0).all()
+        none = es.attention(q, k, v, scale=scale, sink=-size, readouts=asked, engine=engine)
+        plain = es.attention(q, k, v, scale=scale, readouts=asked, engine=engine)
+        for one, other in zip((none[0], *none[1]), (plain[0], *plain[1]), strict=True):
+            assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_no_keys_and_no_sink(engine: str) -> None:
+    q, k, v = qkv(1, 1, 2, 2, 4)
+    rule, asked = es.allow(torch.tensor([[True], [False]])), [es.Entropy(), es.LogSumExp()]
+    for sink in (-inf, torch.tensor([-inf])):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                output, (entropy, lse) = es.attention(q, k, v, rule, sink=sink, readouts=asked, engine=engine)
+            assert entropy[0, 0, 1] == 0 and lse[0, 0, 1] == -inf and (output[0, 0, 1] == 0).all()
+            assert entropy.isfinite().all() and output.isfinite().all()
+
+
+def test_hidden_infinities_beside_a_value_of_one_number(engine: str) -> None:
+    for seed in range(5):
+        q, k, v = draw(2, 2, 17, 16, seed=seed), draw(2, 1, 130, 16, seed=seed + 9), draw(2, 1, 130, 1, seed=seed + 99)
+        keep = draw(2, 130, seed=seed) > 0
+        spoilt = v.masked_fill(~keep[:, None, :, None], inf)
+        found = []
+        for value in (v, spoilt):
+            leaves = [x.clone().requires_grad_() for x in (q, k, value)]
+            output = es.attention(*leaves, es.padding(keep), engine=engine)
+            found.append((output, *torch.autograd.grad(output.cos().sum(), leaves)))
+        assert all(map(torch.equal, *found))
+
+
+def test_groups_of_no_heads(engine: str) -> None:
+    x = torch.ones(2, 0, 6, 8)
+    assert es.attention(x, x, x, readouts=es.Received(per_group=True), engine=engine)[1].shape == (2, 0, 6)
+
+
 @pytest.mark.parametrize("spoilt", [inf, torch.nan])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_sink_that_is_no_number(engine: str, spoilt: float, grad: bool) -> None:

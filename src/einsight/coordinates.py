@@ -67,6 +67,13 @@ def along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     return tensor.index_select(dim, axis.to(tensor.device))
 
 
+def pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Like `along`, but a size of 1 is one thing to choose, as often as it is named."""
+    if isinstance(axis, Run):
+        return tensor.narrow(dim, axis.start, len(axis))
+    return tensor.index_select(dim, axis.to(tensor.device))
+
+
 def as_int(n: object) -> object:
     """NumPy's integers and int tensors without dimensions as ints; anything else as it is."""
     if isinstance(n, int | torch.SymInt):  # a size that torch.compile leaves open, which it can't ask for more

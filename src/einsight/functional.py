@@ -18,7 +18,7 @@ from einsight.masks import Mask, textbook
 from einsight.pose import pose
 from einsight.problem import ScoreMod
 from einsight.readouts import Readout, Weights
-from einsight.values import described
+from einsight.values import described, may_look
 
 NO_VALUE = "value must be a tensor [b, g, j, e], not None; for readouts alone: AttentionWeights(query, key)"
 Asked = Readout | Sequence[Readout] | dict[str, Readout]
@@ -188,7 +188,7 @@ def _warn_of_inversion(mask: Bool[Tensor, ...]) -> None:
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
         return
     square = mask.flatten(0, -3)[0] if mask.ndim > 2 and mask.numel() else mask
-    if square.ndim == 2 and bool(square.diagonal().all()) and not bool(square.triu(1).any()):
+    if square.ndim == 2 and may_look(square) and bool(square.diagonal().all()) and not bool(square.triu(1).any()):
         warnings.warn(
             "mask hides each query's own key and shows the future: it looks like a tril mask in which True means "
             "may be seen. Here True means masked out; write mask=~mask, or mask=einsight.causal()",

@@ -16,7 +16,7 @@ from einsight.coordinates import Run, Sizes
 from einsight.masks import Mask
 from einsight.masks.mask import check_offset
 from einsight.problem import Problem, accuracy, check_readout, is_autocast
-from einsight.values import check_dense, described
+from einsight.values import check_dense, check_takes, described
 
 
 def pose(
@@ -40,8 +40,8 @@ def pose(
     if mask is not None and not isinstance(mask, Mask):
         _refuse_mask(mask)
     bias = None if bias is None else as_bias(bias)
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod must be a function fn(score, b, h, p, j), not {described(score_mod)}")
+    if score_mod is not None:
+        check_takes("score_mod", score_mod, "score, b, h, p, j")
     problem = Problem(
         query,
         key,

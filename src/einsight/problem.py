@@ -14,7 +14,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from einsight.biases import Bias
-from einsight.coordinates import At, Axis, Run, Sizes, along, as_axis, numbers, to_four
+from einsight.coordinates import At, Axis, Run, Sizes, along, as_axis, numbers, pick
 from einsight.masks import Mask
 from einsight.masks.mask import offset_needed, place
 from einsight.readouts import Readout, changed
@@ -179,7 +179,7 @@ class Problem:
         expected = f"score_mod(score, b, h, p, j) must return the scores, a float tensor {list(scores.shape)}"
         if not isinstance(made, Tensor) or not made.dtype.is_floating_point:
             raise TypeError(f"{expected}, but returned {made.dtype if isinstance(made, Tensor) else repr(made)}")
-        if made.ndim > 4 or any(n not in (1, m) for n, m in zip(to_four(made).shape, scores.shape, strict=True)):
+        if made.ndim != 4 or any(n not in (1, m) for n, m in zip(made.shape, scores.shape, strict=True)):
             raise ValueError(f"{expected}, but returned {made.dtype} {list(made.shape)}")
         return made.to(scores.dtype).expand(scores.shape)
 
@@ -204,20 +204,17 @@ class Problem:
         query, key, value = self.query, self.key, self.value
         chosen: dict[str, Axis] = {}
         if batch is not None:
-            query, key = _pick(query, 0, batch), _pick(key, 0, batch)
-            value = None if value is None else _pick(value, 0, batch)
+            query, key = pick(query, 0, batch), pick(key, 0, batch)
+            value = None if value is None else pick(value, 0, batch)
             chosen["batch"] = _compose(self.batch, batch)
         if heads is not None:
-            query = _pick(query, 1, heads)
-            group = numbers(heads) // max(self.sizes.h // max(self.sizes.g, 1), 1)
-            whole, counts = group.unique_consecutive(return_counts=True)
-            is_whole = len(whole.unique()) == len(whole) and bool((counts == self.sizes.h // self.sizes.g).all())
-            groups = as_axis(whole, self.sizes.g, "groups") if is_whole else group
-            key = _pick(key, 1, groups)
-            value = None if value is None else _pick(value, 1, groups)
+            query = pick(query, 1, heads)
+            groups = _groups(heads, self.sizes)
+            key = pick(key, 1, groups)
+            value = None if value is None else pick(value, 1, groups)
             chosen["heads"] = _compose(self.heads, heads)
         if queries is not None:
-            query = _pick(query, 2, queries)
+            query = pick(query, 2, queries)
             chosen["queries"] = _compose(self.queries, queries)
         return replace(self, query=query, key=key, value=value, **chosen)
 
@@ -251,11 +248,17 @@ def _held(rule: Mask | Bias | Readout) -> Iterator[Tensor]:
             yield from _held(part)
 
 
-def _pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Like `along`, but here a size of 1 is one thing to choose, not all."""
-    if isinstance(axis, Run):
-        return tensor.narrow(dim, axis.start, len(axis))
-    return tensor.index_select(dim, axis.to(tensor.device))
+def _groups(heads: Axis, sizes: Sizes) -> Axis:
+    """The key/value heads of some query heads: each once if whole groups were chosen, else one for each head."""
+    shared = max(sizes.h // max(sizes.g, 1), 1)
+    if isinstance(heads, Run) and heads.start % shared == 0 and heads.stop % shared == 0:
+        return Run(heads.start // shared, heads.stop // shared)
+    group = numbers(heads) // shared
+    if isinstance(heads, Run):
+        return group
+    whole, counts = group.unique_consecutive(return_counts=True)
+    is_whole = len(whole.unique()) == len(whole) and bool((counts == shared).all())
+    return as_axis(whole, sizes.g, "groups") if is_whole else group
 
 
 def _compose(outer: Axis, inner: Axis) -> Axis:

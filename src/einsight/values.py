@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 from torch._C._functorch import maybe_current_level
@@ -26,6 +28,22 @@ def check_dense(name: str, tensor: Tensor, letters: str = "") -> None:
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "on the meta device" if tensor.is_meta else "sparse"
         raise TypeError(f"{name} must be a dense tensor{letters} that holds numbers, but it is {kind}")
+
+
+def check_takes(name: str, function: object, arguments: str) -> None:
+    """Refuse what isn't a function, or one that can't be called with so many arguments."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function fn({arguments}), not {described(function)}")
+    if torch.compiler.is_compiling():  # which can't look at signatures
+        return
+    try:
+        found = signature(function)
+    except ValueError:  # a builtin that doesn't tell
+        return
+    try:
+        found.bind(*arguments.split(", "))
+    except TypeError as error:
+        raise TypeError(f"{name} must be a function fn({arguments}), but takes {found}: {error}") from None
 
 
 def check_flag(name: str, value: object) -> None:

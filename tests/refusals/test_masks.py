@@ -195,7 +195,13 @@ REFUSALS: dict[str, Refusal] = {
         lambda: attention(es.pairs([0.5], [1])), TypeError, "pairs' queries must hold ints, but got [0.5]"
     ),
     "where of a tensor": (
-        lambda: es.where(boolean), TypeError, "where takes a function fn(b, h, p, j), not"
+        lambda: es.where(boolean), TypeError,
+        "where's fn must be a function, not a tensor of torch.bool [5, 7]; for a tensor write allow or forbid",
+    ),
+    "a number as function": (lambda: es.where(3), TypeError, "where's fn must be a function fn(b, h, p, j), not 3"),
+    "function of three": (
+        lambda: es.where(lambda b, h, p: p), TypeError,
+        "where's fn must be a function fn(b, h, p, j), but takes (b, h, p): too many positional arguments",
     ),
     "where that gives numbers": (
         lambda: attention(es.where(lambda b, h, p, j: p - j), offset=0), TypeError,

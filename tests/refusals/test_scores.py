@@ -66,6 +66,18 @@ REFUSALS: dict[str, Refusal] = {
     "score_mod of a number": (
         lambda: attention(score_mod=3), TypeError, "score_mod must be a function fn(score, b, h, p, j), not 3"
     ),
+    "score_mod of one": (
+        lambda: attention(score_mod=lambda s: s), TypeError,
+        "score_mod must be a function fn(score, b, h, p, j), but takes (s): too many positional arguments",
+    ),
+    "score_mod that gives one item": (
+        lambda: attention(score_mod=lambda s, b, h, p, j: s[0], offset=0), ValueError,
+        "score_mod(score, b, h, p, j) must return the scores, a float tensor [2, 6, 5, 7], but returned torch.float32 "
+        "[6, 5, 7]",
+    ),
+    "score_mod that gives a number": (
+        lambda: attention(score_mod=lambda s, b, h, p, j: s.sum(), offset=0), ValueError, "returned torch.float32 []"
+    ),
     "score_mod that gives another shape": (
         lambda: attention(score_mod=lambda s, b, h, p, j: s[..., :2], offset=0), ValueError,
         "score_mod(score, b, h, p, j) must return the scores, a float tensor [2, 6, 5, 7], but returned torch.float32 "

@@ -90,7 +90,7 @@ def result_for(readout: Readout, problem: Problem, parts: tuple[Tensor, ...]) ->
     """The readout's result from what the kernel found."""
     b, h, g, i, j, _, _ = problem.sizes
     if isinstance(readout, Received) and readout.per_group:
-        parts = tuple(part.view(b, g, h // g, j).sum(2) for part in parts)
+        parts = tuple(part.view(b, g, h // max(g, 1), j).sum(2) for part in parts)
     if isinstance(readout, Pool):
         lines = torch.arange(-(-i // readout.size), device=problem.device) * readout.size
         parts = (parts[0] / (i - lines).clamp(max=readout.size)[:, None],)
@@ -134,7 +134,8 @@ def _mass(readout: Mass, problem: Problem, count: int, slot: Tensor | None) -> t
     groups, n = readout.groups.detach().to(problem.device), readout.n
     if groups.dtype.is_floating_point:
         return (Ask(Kind.MASS, count, n, slot, member=_padded(groups[None], problem.dtype)),)
-    ids = along(groups if groups.ndim == 2 else groups[None], 0, problem.batch).to(torch.int64).contiguous()
+    ids = along(groups if groups.ndim == 2 else groups[None], 0, problem.batch).to(torch.int64)
+    ids = ids.masked_fill((ids < 0) | (ids >= n), -1).contiguous()  # of a compiled call nobody has looked at them
     if n > _FEW:
         return (Ask(Kind.MASS_OF_IDS, count, n, slot, member=ids),)
     return (Ask(Kind.MASS, count, n, slot, member=_padded(one_hot(ids + 1, n + 1)[..., 1:], problem.dtype)),)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 Seen = Bool[Tensor, "n i j"] | None  # None: all are
 
@@ -28,12 +29,12 @@ def weighted(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Seen) -
 
 def select_product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: Seen) -> Float[Tensor, "n i e"]:
     """`weighted` without derivatives."""
-    result = torch.bmm(w, x)
+    result = product(w, x)
     if seen is None or all_finite(result):
         return result
     # The sum of the finite terms, then what the others make of it: NaN if any is, or if both infinities meet.
     w = w.where(seen, 0)
-    result = torch.bmm(w, x.where(x.isfinite(), 0))
+    result = product(w, x.where(x.isfinite(), 0))
 
     def count(terms: Tensor, of: Tensor) -> Tensor:
         return torch.bmm((terms & seen).to(w.dtype), of.to(w.dtype))
@@ -44,6 +45,11 @@ def select_product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"], seen: S
     spoils = count(torch.ones_like(seen), x.isnan()) + count(w == 0, up | down) > 0
     result = result.masked_fill(rises, torch.inf).masked_fill(falls, -torch.inf)
     return result.masked_fill(spoils | (rises & falls), torch.nan)
+
+
+def product(w: Float[Tensor, "n i j"], x: Float[Tensor, "n j e"]) -> Float[Tensor, "n i e"]:
+    """w x. That with a single vector would have other bits where the vector begins elsewhere in memory."""
+    return torch.bmm(w, pad(x, (0, 1)))[..., :1].clone() if x.shape[2] == 1 else torch.bmm(w, x)
 
 
 def all_finite(x: Tensor) -> bool:

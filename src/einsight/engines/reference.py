@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from einsight.coordinates import Run, numbers
+from einsight.coordinates import Run, numbers, pick
 from einsight.engines.products import inner, weighted
 from einsight.engines.softmax import softmax_of, sums_of, weights_of
 from einsight.problem import Problem
@@ -64,7 +64,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     scores = scores.where(seen, -torch.inf)
     seen = scores != -torch.inf
 
-    sink = None if problem.sink is None else problem.sink[numbers(problem.heads, problem.device)]
+    sink = None if problem.sink is None else pick(problem.sink, 0, problem.heads)
     of = softmax_of(scores, sink)
     weights = weights_of(of, j, seen)
     log_sum, lse = sums_of(of)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
 from einsight.biases import Alibi, Bias, TensorBias
-from einsight.coordinates import At, along, is_int, to_four
+from einsight.coordinates import At, is_int, pick, to_four
 from einsight.masks import Mask
 from einsight.masks.mask import Bound, larger, smaller
 
@@ -78,7 +78,7 @@ def lower_bias(
     """The bias as alibi's slopes and a tensor of floats, or why it has none."""
     terms = list(bias.terms())
     linear = next((term for term in terms if isinstance(term, Alibi)), None)
-    slopes = None if linear is None else along(linear.slopes, 0, at.heads).to(dtype).resolve_neg().contiguous()
+    slopes = None if linear is None else pick(linear.slopes, 0, at.heads).to(dtype).resolve_neg().contiguous()
     others = [term for term in terms if term is not linear]
     if not others:
         return slopes, None

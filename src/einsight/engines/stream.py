@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from einsight.coordinates import At, Run, along, numbers
+from einsight.coordinates import At, Run, along, pick
 from einsight.engines.join import Join, asked_queries, result_of
-from einsight.engines.products import all_finite, inner, select_product, weighted
+from einsight.engines.products import all_finite, inner, product, select_product, weighted
 from einsight.engines.softmax import softmax_of, sums_of, weights_of
 from einsight.problem import Problem
 from einsight.readouts import Block, Readout
@@ -235,7 +235,7 @@ def _attend(
         if space is None:
             output = weighted(kept, value, None if seen is None else per_group(seen))
         else:
-            output = torch.bmm(kept, value)
+            output = product(kept, value)
             if seen is not None and not all_finite(output):
                 output = select_product(kept, value, per_group(seen))
         output = output.view(*shape[:3], value.shape[2]).to(problem.query.dtype)
@@ -276,7 +276,7 @@ def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
 ) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
     """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse)."""
-    sink = None if problem.sink is None else problem.sink[numbers(problem.heads[tile.heads], problem.device)]
+    sink = None if problem.sink is None else pick(problem.sink, 0, problem.heads[tile.heads])
     if space is None:
         of = softmax_of(scores, sink)
         spoilt = seen is not None and not bool((of.shift < torch.inf).all())
@@ -292,14 +292,15 @@ def _softmax(
     # The largest weight is 1 / Σ exp(score − largest): one look at the weights, and no second exp.
     total = weights.amax(-1) if scores.shape[3] else torch.zeros_like(largest)
     log_sum = -torch.log(total.masked_fill(nothing, 1))
-    lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
     if sink is not None:
         # As a key's score of +∞, which softmax makes NaN.
         sink = sink.to(problem.dtype).masked_fill(sink == torch.inf, torch.nan).view(1, -1, 1).expand(shift.shape)
         with_sink = torch.logaddexp(log_sum, sink - shift).masked_fill(nothing, 0)
         weights = weights * torch.exp(log_sum - with_sink).unsqueeze(-1)
-        shift, log_sum = torch.where(nothing, sink, shift), with_sink
-        lse = shift + log_sum
+        log_sum, shift = with_sink, torch.where(nothing, sink, shift)
+        nothing = shift == -torch.inf
+        shift = shift.masked_fill(nothing, 0)
+    lse = (shift + log_sum).masked_fill(nothing, -torch.inf)
     if seen is not None and not bool((lse < torch.inf).all()):
         weights = weights.masked_fill(~seen, 0)  # a NaN belongs to the keys that its query sees
     return weights, (largest, shift, log_sum, lse)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from einsight.coordinates import At, Choice, Run, Sizes, as_axis, as_chosen, broadcasts, numbers, to_four
 from einsight.masks.mask import Bound, Mask, shown
-from einsight.values import check_dense, described, is_sure, may_look
+from einsight.values import check_dense, check_takes, described, is_sure, may_look
 
 
 class _Pairs(Mask):
@@ -162,7 +162,7 @@ def where(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     · ■ ·
     ■ · ■
     """
-    if not callable(fn):
-        way = "; for a tensor write allow or forbid" if isinstance(fn, Tensor) else ""
-        raise TypeError(f"where takes a function fn(b, h, p, j), not {described(fn)}{way}")
+    if isinstance(fn, Tensor):
+        raise TypeError(f"where's fn must be a function, not {described(fn)}; for a tensor write allow or forbid")
+    check_takes("where's fn", fn, "b, h, p, j")
     return _Where(fn)

@@ -79,9 +79,10 @@ def _per_item(name: str, values: object) -> int | Int[Tensor, " b"]:
     if is_int(values):
         if values < 0:
             raise ValueError(f"{name} takes a number of keys, 0 or more, not {values}")
-        return values
-    if isinstance(values, Sequence) and all(map(is_int, values)):
-        values = torch.tensor(values, dtype=torch.int64)
+        return min(values, FAR)  # so that it fits beside positions in an int64
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        counts = [min(n, FAR) for n in values if is_int(n)]
+        values = torch.tensor(counts, dtype=torch.int64) if len(counts) == len(values) else values
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} takes an int, a list of ints or an int tensor [b], not {described(values)}")
     if values.dtype.is_floating_point or values.dtype == torch.bool or values.ndim > 1:
@@ -90,7 +91,7 @@ def _per_item(name: str, values: object) -> int | Int[Tensor, " b"]:
     check_dense(name, values)
     if may_look(values) and bool((values < 0).any()):
         raise ValueError(f"{name} takes numbers of keys, 0 or more, not {values.tolist()}")
-    return values.detach().reshape(-1).to(torch.int64)
+    return values.detach().reshape(-1).to(torch.int64).clamp(max=FAR)
 
 
 class _Lengths(Mask):
@@ -199,6 +200,6 @@ def padding(keep: Shaped[Tensor, "b j"]) -> Mask:
         raise TypeError(
             f"padding takes bool or 0/1 integers, not {keep.dtype}; if it holds 0. and 1., write keep.bool()"
         )
-    if keep.dtype != torch.bool and bool(((keep != 0) & (keep != 1)).any()):
+    if keep.dtype != torch.bool and may_look(keep) and bool(((keep != 0) & (keep != 1)).any()):
         raise ValueError("padding takes bool or 0/1 integers, but keep holds other numbers")
     return Padding(keep.detach().bool())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import reduce
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch._C._functorch import maybe_current_level
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 from einsight.coordinates import Sizes, along, as_int, is_int, to_four
 from einsight.masks import Mask
 from einsight.readouts.readout import Block, Chosen, Readout, Shapes, changed
-from einsight.values import check_dense, check_flag, described
+from einsight.values import check_dense, check_flag, described, may_look
 
 
 class Top(NamedTuple):
@@ -66,7 +65,8 @@ class Received(Chosen):
         if self.mean:
             parts.append(x.seen.expand(x.at.shape).sum(2).to(x.weights.dtype))
         if self.per_group:
-            parts = [reduce(part, "b (g n) j -> b g j", "sum", g=x.groups) for part in parts]
+            shared = parts[0].shape[1] // max(x.groups, 1)
+            parts = [part.unflatten(1, (x.groups, shared)).sum(2) for part in parts]
         return tuple(parts)
 
     def join(self, *parts: Float[Tensor, "b h j"]) -> Float[Tensor, "b h j"]:
@@ -201,7 +201,10 @@ class Mass(Chosen):
         else:
             if groups.ndim not in (1, 2):
                 raise ValueError(f"Mass takes ids [j] or [b, j], but groups has shape {list(groups.shape)}")
-            low, high = (int(groups.min()), int(groups.max())) if groups.numel() else (0, -1)
+            if n is None and not may_look(groups):
+                raise TypeError("Mass needs n=, the number of groups, where ids can't be looked at: in a compiled call")
+            looks = groups.numel() > 0 and may_look(groups)
+            low, high = (int(groups.min()), int(groups.max())) if looks else (0, -1)
             self.n = high + 1 if n is None else n
             if low < -1 or high >= self.n:
                 raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from einsight.coordinates import Sizes, as_int, is_int
+from einsight.masks.mask import FAR
 from einsight.readouts.readout import Block, Chosen, Readout, Shapes, changed
 from einsight.values import described
 
@@ -63,7 +64,7 @@ class Diagonal(Readout):
         shift = as_int(shift)  # type: ignore[assignment]
         if not is_int(shift):
             raise TypeError(f"Diagonal's shift must be an int, not {described(shift)}")
-        self.shift = shift
+        self.shift = max(-FAR, min(shift, FAR))  # so that it fits beside positions in an int64
 
     def block(self, x: Block) -> Float[Tensor, "b h i"]:
         b, h, i, j = x.weights.shape
@@ -110,7 +111,7 @@ class Pool(Readout):
         block = as_int(block)  # type: ignore[assignment]
         if not is_int(block) or block < 1:
             raise ValueError(f"Pool's block must be a positive int, not {described(block)}")
-        self.size = block
+        self.size = min(block, FAR)
 
     def __repr__(self) -> str:
         return f"Pool({self.size})"
@@ -127,8 +128,10 @@ class Pool(Readout):
     def block(self, x: Block) -> Float[Tensor, "b h m n"]:
         size, (_, _, i, j) = self.size, x.weights.shape
         row, key = x.row % size, x.at.keys.start % size
-        tiles = pad(x.weights, (key, -(key + j) % size, row, -(row + i) % size))
-        sums = reduce(tiles, "b h (m i) (n j) -> b h m n", "sum", i=size, j=size)
+        # What is there of a first cell may be all.
+        height, width = max(1, min(size, row + i)), max(1, min(size, key + j))
+        lines = reduce(pad(x.weights, (key, -(key + j) % width)), "b h i (n j) -> b h i n", "sum", j=width)
+        sums = reduce(pad(lines, (0, 0, row, -(row + i) % height)), "b h (m i) n -> b h m n", "sum", i=height)
         first = (x.row // size) * size
         count = [min(size, self._queries - first - n * size) for n in range(sums.shape[2])]
         return sums / torch.tensor(count, dtype=sums.dtype, device=sums.device)[:, None]

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from einsight.coordinates import along
+from einsight.coordinates import pick
 from einsight.engines.asks import Ask, Kind, asks_for, result_for
 from einsight.engines.native import derivatives, operations
 from einsight.engines.native.operations import Asked, Settings
@@ -117,7 +117,7 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     asked = Asked(LogSumExp in kinds, MaxScore in kinds, Entropy in kinds, Scores in kinds)
     settings = _settings(problem)
     value = None if problem.value is None else problem.value.resolve_neg()  # memory holds it with the other sign
-    operands = _in_pairs(problem.query.resolve_neg()), _in_pairs(problem.key.resolve_neg()), value
+    operands = problem.query.resolve_neg(), problem.key.resolve_neg(), value
     if problem.needs_grad:
         found = derivatives.forward(problem, operands, settings, asked, _asks(problem))
     else:
@@ -134,27 +134,13 @@ def run(problem: Problem) -> tuple[Float[Tensor, "b h i e"] | None, tuple[Any, .
     return (None if problem.value is None else found.output), tuple(results)
 
 
-def _in_pairs(tensor: Float[Tensor, "b n i d"]) -> Float[Tensor, "b n i d"]:
-    """Copied where bfloat16 numbers lie in memory so that two can't be read as one: else the kernel multiplies them one
-    by one, and the bits of the results would depend on strides."""
-    if tensor.dtype != torch.bfloat16 or tensor.shape[3] % 2:
-        return tensor
-    *apart, stride = tensor.stride()
-    odd = any(step % 2 for step, n in zip(apart, tensor.shape, strict=False) if n > 1)
-    return (
-        tensor.clone(memory_format=torch.contiguous_format)
-        if stride != 1 or odd or tensor.storage_offset() % 2
-        else tensor
-    )
-
-
 def _settings(problem: Problem) -> Settings:
     rule, biases = _rule(problem), _bias(problem)
     if isinstance(rule, str) or isinstance(biases, str):
         raise ValueError(f"the native engine can't compute this: {refuses(problem)}")
     slopes, bias = biases
     places = slopes is not None or any(isinstance(readout, Diagonal | Distance) for readout in problem.readouts)
-    sink = None if problem.sink is None else along(problem.sink.detach(), 0, problem.heads)
+    sink = None if problem.sink is None else pick(problem.sink.detach(), 0, problem.heads)
     return Settings(
         problem.scale,
         problem.softcap or 0.0,

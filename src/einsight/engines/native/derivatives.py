@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from einsight.biases import Alibi
+from einsight.biases import Alibi, TensorBias
+from einsight.coordinates import Run, to_four
 from einsight.engines.asks import Ask, Kind
 from einsight.engines.derived import by_stream, of_all_heads, plain
 from einsight.engines.native import operations
@@ -25,16 +26,24 @@ def refuses(problem: Problem) -> str | None:
         return "it has no derivative of dense scores; under torch.no_grad() it runs"
     if any(tensor.requires_grad for readout in problem.readouts for tensor in readout.tensors):
         return "it has no derivative with respect to what a readout is made of"
-    if _learns_bias(problem) and type(problem.bias) is not Alibi:
-        if torch.compiler.is_compiling():
-            return "torch.compile can't look into the derivative of its biases"
-        if problem.sizes.h > 768 * problem.sizes.g:  # the kernel's kPart: else a part has no whole query
-            return "it has no derivative of a bias where more than 768 heads read one key"
+    if not _learns_bias(problem) or type(problem.bias) is Alibi:
+        return None
+    if torch.compiler.is_compiling() and not _is_tensor(problem):
+        return "torch.compile can't look into the derivative of what its bias is made of"
+    if problem.sizes.h > 768 * problem.sizes.g:  # the kernel's kPart: else a part has no whole query
+        return "it has no derivative of a bias where more than 768 heads read one key"
     return None
 
 
 def _learns_bias(problem: Problem) -> bool:
     return problem.bias is not None and any(tensor.requires_grad for tensor in problem.bias.tensors)
+
+
+def _is_tensor(problem: Problem) -> bool:
+    """Whether the bias is one tensor, and all of it takes part."""
+    b, h, _, i, *_ = problem.given
+    chosen = zip((problem.batch, problem.heads, problem.queries), (b, h, i), strict=True)
+    return type(problem.bias) is TensorBias and all(isinstance(axis, Run) and len(axis) == n for axis, n in chosen)
 
 
 def learned(problem: Problem, lowered: _Biases) -> _Biases:
@@ -148,6 +157,9 @@ def _of_biases(
         return [None for _ in wanted]
     if type(problem.bias) is Alibi:
         return [of_all_heads(made.slopes, problem.heads, leaves[0])]
+    if _is_tensor(problem):
+        (leaf,) = leaves
+        return [made.bias.sum_to_size(to_four(leaf).shape).view(leaf.shape).to(leaf.dtype)]
     # From the tensors themselves: one of them may have been computed from another.
     own = tuple(leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, wanted, strict=True))
     with torch.enable_grad():

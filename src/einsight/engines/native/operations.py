@@ -175,9 +175,24 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor | None, settings: Settings, asked: Asked
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     own, parts = _results(query, key, value, asked, settings.asks)
+    query, key = _in_pairs(query), _in_pairs(key)
     lines = [_line(ask, *part) for ask, part in zip(settings.asks, parts, strict=True)]
     _kernel(query).forward(query, key, value, *settings[:7], *own, lines, torch.get_num_threads(), _level)
     return own, [tensor for part in parts for tensor in part]
+
+
+def _in_pairs(tensor: Float[Tensor, "b n i d"]) -> Float[Tensor, "b n i d"]:
+    """Copied where bfloat16 numbers lie in memory so that two can't be read as one: else the kernel multiplies them one
+    by one, and the bits of the results would depend on strides."""
+    if tensor.dtype != torch.bfloat16 or tensor.shape[3] % 2:
+        return tensor
+    *apart, stride = tensor.stride()
+    odd = any(step % 2 for step, n in zip(apart, tensor.shape, strict=False) if n > 1)
+    return (
+        tensor.clone(memory_format=torch.contiguous_format)
+        if stride != 1 or odd or tensor.storage_offset() % 2
+        else tensor
+    )
 
 
 def _line(ask: Ask, result: Tensor | None, indices: Tensor | None = None) -> tuple[Any, ...]:
@@ -209,6 +224,7 @@ def _backward(query: Tensor, key: Tensor, value: Tensor | None, settings: Settin
     found, upper, (upper_parts, indices), wanted = rest[:5], rest[5:9], rest[9:11], rest[11:]
     made = _gradients(query, key, value, settings.bias, *wanted)
     given = [gradient if gradient.numel() else None for gradient in made]
+    query, key = _in_pairs(query), _in_pairs(key)
     lines = [_line(*line) for line in zip(settings.asks, upper_parts, indices, strict=True) if line[1] is not None]
     _kernel(query).backward(
         query, key, value, *settings[:7], *found, *upper, lines, *given, torch.get_num_threads(), _level

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from einsight.coordinates import along
+from einsight.coordinates import pick
 from einsight.engines.triton.forward import Found
 from einsight.engines.triton.kernels import backward as kernels
 from einsight.engines.triton.kernels.scene import View
@@ -51,7 +51,7 @@ def backward(
     """The gradients `wanted`: of query, key, value, sink, slopes."""
     b, h, g, i, j, d, e = problem.sizes
     saved: Any = found.saved
-    sink = None if problem.sink is None else along(problem.sink.detach(), 0, problem.heads).float().view(1, -1, 1)
+    sink = None if problem.sink is None else pick(problem.sink.detach(), 0, problem.heads).float().view(1, -1, 1)
     of_sink = None if sink is None else torch.exp2(sink * LOG2E - saved[0]) * saved[1]  # its own weight
     # Σ w g = output · doutput, and for the entropy in closed form. In float32 this cancels too badly, and what the keys
     # received has no such form: then the kernel takes one more look at the keys.

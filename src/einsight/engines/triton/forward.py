@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from einsight.coordinates import along
+from einsight.coordinates import pick
 from einsight.engines.asks import Ask, Kind
 from einsight.engines.rules import Rule
 from einsight.engines.triton.kernels import forward as kernels
@@ -86,7 +86,7 @@ def forward(
         found.shares,
         found.distance,
     )
-    sink = None if problem.sink is None else along(problem.sink.detach(), 0, problem.heads).float().contiguous()
+    sink = None if problem.sink is None else pick(problem.sink.detach(), 0, problem.heads).float().contiguous()
     size = tile("attend", device, query.dtype, padded(d), padded(max(e, 1)))
     blocks = -(-i * (h // g) // size.rows)
     constants: dict[str, Any] = {

@@ -24,10 +24,16 @@ static void copy_queries(const Request &a, const Task &task, const Sight &s, int
       pack_row(a, a.query, a.query_stride, task.batch, s.head[r], s.query[r], a.d, a.query_factor(), to);
 }
 
+// A score before its scale; a finite one stays finite.
+static Real unscaled(const Request &a, Real score) {
+  Real made = score / a.unit();
+  return made - made == 0.f || score - score != 0.f ? made : score > 0.f ? kLargest : -kLargest;
+}
+
 static void begin(const Request &a, const Sight &s, Rows &rows) {
   int64_t padded = ValuePanels(a.e).padded();
   for (int64_t r = 0; r < rows.count; r++) {
-    rows.reference[r] = a.sink ? a.sink[s.head[r]] / a.unit() : -kInfinity;
+    rows.reference[r] = a.sink ? unscaled(a, a.sink[s.head[r]]) : -kInfinity;
     rows.largest[r] = -kInfinity;
   }
   fill(rows.sum, 0, rows.count * kMaxWidth, 0.f);

@@ -99,6 +99,12 @@ template <class T> static const T *vector(nb::handle tensor) {
   return tensor.is_none() ? nullptr : static_cast<const T *>(borrow(tensor).address());
 }
 
+// A number for each query head.
+static const Real *per_head(nb::handle tensor, int64_t heads) {
+  if (!tensor.is_none() && borrow(tensor).shape[0] != heads) throw std::invalid_argument("expected a number per head");
+  return vector<Real>(tensor);
+}
+
 // A bound of a rule: a tensor, or how far ahead of each query's row it lies; None is none, which `far` is.
 static const int64_t *bound(nb::handle given, int64_t (&stride)[3], int64_t &ahead, int64_t far) {
   bool is_number = PyLong_Check(given.ptr());
@@ -159,7 +165,7 @@ static Request request(nb::handle query, nb::handle key, nb::handle value, Real 
   a.g = k.shape[1], a.j = k.shape[2], a.e = a.value ? borrow(value).shape[3] : 0;
   a.dtype = q.dtype.bits == 64 ? Dtype::float64 : q.dtype.bits == 32 ? Dtype::float32 : q.dtype.code == kBfloat ? Dtype::bfloat16 : Dtype::float16;
   a.scale = scale, a.softcap = softcap;
-  a.sink = vector<Real>(sink), a.slopes = vector<Real>(slopes);
+  a.sink = per_head(sink, a.h), a.slopes = per_head(slopes, a.h);
   a.positions = static_cast<const int64_t *>(input(positions, a.positions_stride));
   a.bias = static_cast<const Real *>(input(bias, a.bias_stride));
   read_rule(rule, a.j, a);
@@ -210,6 +216,7 @@ static void backward(nb::handle query, nb::handle key, nb::handle value, Real sc
   g.asks = all.data(), g.ask_count = all.size();
   g.query_grad = result<Real>(query_grad), g.key_grad = result<Real>(key_grad), g.value_grad = result<Real>(value_grad);
   g.sink_grad = result<Real>(sink_grad), g.slopes_grad = result<Real>(slopes_grad), g.bias_grad = result<Real>(bias_grad);
+  g.is_rounded = a.dtype == Dtype::bfloat16 || a.dtype == Dtype::float16;
   if (g.bias_grad) {
     DLTensor t = borrow(bias_grad);
     for (int n = 0; n < 2; n++) g.bias_grad_stride[n] = t.shape[n] == 1 ? 0 : t.strides[n];

@@ -40,8 +40,10 @@ inline Total total_of(const Request &a, const Rows &rows, Real sum, int64_t r, i
     Wide of = !a.lse && !a.entropy ? 0. : kIsDouble ? std::log((Wide)sum) : (Wide)logf(sum);
     return sum == 0.f ? Total{0.f, 0.f, -kInfinity} : Total{sum, 1.f / sum, of};
   }
-  // The reference may be the sink itself, rounded; and beside a large sink the keys may weigh next to nothing.
-  Wide above = a.sink[head] - (Wide)rows.reference[r] * a.unit(), sink = std::exp(above), total = sum + sink;
+  // The reference may be the sink itself, rounded: of a large one by more than exp holds. And beside a large sink the
+  // keys may weigh next to nothing.
+  Wide above = a.sink[head] - (Wide)rows.reference[r] * a.unit(), held = above > 64. ? 64. : above < -64. ? -64. : above;
+  Wide sink = a.sink[head] == -kInfinity ? 0. : std::exp(held), total = sum + sink;
   if (total == 0. || rows.reference[r] == -kInfinity) return {0.f, 0.f, -kInfinity};
   return {(Real)total, (Real)(1. / total), sink > sum ? std::log1p(sum / sink) + above : std::log(total)};
 }

@@ -94,7 +94,9 @@ INLINE Vec ask_grad(const Scene &c, const Ask &ask, int64_t head, int64_t query,
     case Kind::received: return load_up_to(ask.result + head_at * c.a.j + key, left);
     case Kind::rows: return load_up_to(ask.result + at * c.a.j + key, left);
     case Kind::share: return select(sees(view_of(ask.rule, c.part.batch, head, query), key), all(ask.result[at]), Vec{});
-    case Kind::diagonal: return select(iota() + (int32_t)key == (int32_t)(p + ask.number), all(ask.result[at]), Vec{});
+    case Kind::diagonal:
+      if (int64_t k = p + ask.number - key; k >= 0 && k < W) x[k] = ask.result[at];
+      return x;
     case Kind::distance: {
       Vec distance = (Real)(p - key) - __builtin_convertvector(iota(), Vec);
       return absolute(distance) * ask.result[at];

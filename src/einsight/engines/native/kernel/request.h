@@ -25,12 +25,13 @@ struct Rule {
   const int64_t *query_ids, *key_ids;  // the same id, or null; key ids of one item lie side by side
   int64_t query_ids_stride[2], key_ids_stride[2];
 
+  int64_t inside(int64_t bound) const { return least(most(bound, 0), end); }  // far ones don't fit into 32 bits
   bool is_interval() const { return !seen && !key_ids; }
   int64_t first(int64_t batch, int64_t head, int64_t query) const {
-    return most(lo ? lo[batch * lo_stride[0] + head * lo_stride[1] + query * lo_stride[2]] : query + lo_ahead, 0);
+    return inside(lo ? lo[batch * lo_stride[0] + head * lo_stride[1] + query * lo_stride[2]] : query + lo_ahead);
   }
   int64_t last(int64_t batch, int64_t head, int64_t query) const {  // and one
-    return least(hi ? hi[batch * hi_stride[0] + head * hi_stride[1] + query * hi_stride[2]] : query + hi_ahead, end);
+    return inside(hi ? hi[batch * hi_stride[0] + head * hi_stride[1] + query * hi_stride[2]] : query + hi_ahead);
   }
 };
 
@@ -118,7 +119,9 @@ struct Gradient {
   int64_t bias_grad_stride[2];                      // 0 where all items, or all heads, add to the same
   Real *sink_grad;                                 // [b, h, i]: each query's part
 
-  bool looks_first() const { return ask_count > 0 || max_score_grad; }
+  bool is_rounded;                                 // whether the output is: then it tells a row's mean of g no better
+  // Sums over the keys of a row, as those of slopes and biases are, leave of the mean its error.
+  bool looks_first() const { return ask_count > 0 || max_score_grad || (is_rounded && (slopes_grad || bias_grad)); }
 };
 
 constexpr int kGroup = 6;    // query rows in one register tile

@@ -118,6 +118,7 @@ INLINE Real max_lanes(Vec v) { return fold(v, [](Vec a, Vec b) { return larger(a
 
 constexpr Real kLog2e = 1.44269504088896340736, kLn2 = 0.69314718055994530942;
 constexpr Real kInfinity = __builtin_inf();
+constexpr Real kLargest = kIsDouble ? __DBL_MAX__ : __FLT_MAX__;
 using Wide = std::conditional_t<kIsDouble, long double, double>;  // for what a row has one of: sums that nearly cancel
 constexpr Real kSmallest = kIsDouble ? -1022 : -126;  // exp2 below this is 0
 
