@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from einsight.nn.checks import count, is_int
+from einsight.nn.checks import count, is_integral
 from einsight.problem import is_autocast
 from einsight.values import described
 
@@ -110,7 +110,7 @@ class KVCache:
         """
         given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         wanted = list(given) if isinstance(given, Sequence) else [given] * len(self._lengths)
-        if not all(is_int(n) for n in wanted):
+        if not all(is_integral(n) for n in wanted):
             raise TypeError(f"trim takes an int, or one for each item, not {described(lengths)}")
         if len(wanted) != len(self._lengths):
             raise ValueError(f"trim takes one length for each of the {len(self._lengths)} items, not {len(wanted)}")

@@ -24,6 +24,6 @@ def positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a positive number, not {value!r}")
 
 
-def is_int(value: object) -> bool:
+def is_integral(value: object) -> bool:
     """Whether it is an int, NumPy's too; True is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from einsight.nn.checks import is_int
+from einsight.nn.checks import is_integral
 from einsight.nn.positions import LearnedPositions
 from einsight.values import described
 
@@ -111,7 +111,7 @@ def _prompt(row: Any) -> Int[Tensor, " i"]:
         return row.long()
     if isinstance(row, Iterable) and not isinstance(row, str | Tensor):
         prompt = list(row)
-        if all(is_int(token) for token in prompt):
+        if all(is_integral(token) for token in prompt):
             return torch.tensor(prompt, dtype=torch.int64)
     way = "; turn text into tokens first" if isinstance(row, str) else ""
     raise TypeError(f"{_EXPECTED}, but one is {described(row)}{way}")
@@ -121,17 +121,17 @@ def _stops(stop: Any, vocab_size: int, device: torch.device) -> Int[Tensor, " n"
     if stop is None:
         return None
     stops = list(stop) if isinstance(stop, Sequence) else [stop]
-    if not stops or not all(is_int(token) and 0 <= token < vocab_size for token in stops):
+    if not stops or not all(is_integral(token) and 0 <= token < vocab_size for token in stops):
         raise ValueError(f"stop must be a token from 0 to {vocab_size - 1}, or several, not {stop!r}")
     return torch.tensor(stops, dtype=torch.int64, device=device)
 
 
 def _check(max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any) -> None:
-    if not is_int(max_new_tokens) or max_new_tokens < 0:
+    if not is_integral(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an int of at least 0, not {max_new_tokens!r}")
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (the likeliest token) or larger, not {temperature!r}")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ValueError(f"top_p must be a probability in (0, 1], not {top_p!r}")
-    if seed is not None and not is_int(seed):
+    if seed is not None and not is_integral(seed):
         raise ValueError(f"seed must be an int, or None, not {seed!r}")
