@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from checks import draw
 from engines.native_gradient_cases import READOUTS, SETTINGS, SIZES, attend, check, leaves, make, more_readouts
 from gradients import gradients
 from torch import Tensor
@@ -297,3 +298,27 @@ def test_the_score_of_one_key_has_no_gradient(dtype: torch.dtype) -> None:
         output = es.attention(query, key, value, engine="native", offset=0, scale=-0.7, **settings)
         for gradient in torch.autograd.grad(output.cos().sum(), leaves):
             assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_slopes_of_keys_far_away(dtype: torch.dtype) -> None:
+    # There the gradients of a row's scores, whose sum is 0, are all multiplied by nearly the same number.
+    operands = [draw(2, 4, 61, 16, seed=n).to(dtype) for n in range(3)]
+    upper = draw(2, 4, 61, 16, seed=3)
+
+    def slopes_grad(engine: str, *operands: torch.Tensor) -> torch.Tensor:
+        slopes = torch.full((4,), 0.1, requires_grad=True)
+        output = es.attention(*operands, bias=es.alibi(slopes), offset=1000, engine=engine)
+        (grad,) = torch.autograd.grad((output * upper).sum(dtype=torch.float64), slopes)
+        return grad
+
+    right = slopes_grad("reference", *(x.double() for x in operands))
+    errors = {engine: (slopes_grad(engine, *operands) - right).abs().max() for engine in ("native", "reference")}
+    assert errors["native"] <= 2 * errors["reference"]
+
+
+def test_a_number_for_each_head_is_a_number_for_each_head() -> None:
+    q, k, v = (draw(1, 2, 5, 8, seed=n) for n in range(3))
+    settings = native._settings(pose(q, k, v))._replace(sink=torch.zeros(1))
+    with pytest.raises(ValueError, match="expected a number per head"):
+        native.operations.forward(q, k, v, settings, native.Asked())
