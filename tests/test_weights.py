@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checks import draw, operands
+from torch.testing import assert_close
 
 import einsight as es
 
@@ -156,3 +157,17 @@ def test_results_follow_the_operands_gradients() -> None:
 
 def test_a_copy_computes_the_same() -> None:
     assert torch.equal(deepcopy(W).dense(), dense)
+
+
+@pytest.mark.parametrize(("h", "g"), [(4, 2), (6, 3), (6, 6), (6, 1), (9, 3)])
+@pytest.mark.parametrize("chosen", [[0], [1, 0], [0, 1], [0, 0, 1], [0, 1, 2, 3], slice(0, 3), slice(None)])
+def test_values_of_selected_heads_are_never_taken_for_others(h: int, g: int, chosen: list[int] | slice) -> None:
+    q, k, v = draw(2, h, 6, 8, seed=1), draw(2, g, 6, 8, seed=2), draw(2, g, 6, 5, seed=3)
+    W = es.AttentionWeights(q, k, es.causal())
+    heads, of_heads = torch.arange(h)[chosen], v.repeat_interleave(h // g, 1)
+    right = (W @ v)[:, heads]
+    for value in (v, of_heads, of_heads[:, heads]):
+        try:
+            assert_close(W.select(heads=chosen) @ value, right)
+        except ValueError as error:
+            assert value.shape[1] == len(heads) == g and f"one for each of its {h} query heads" in str(error)

@@ -31,7 +31,7 @@ class Run:
         return self.stop - self.start
 
     def __getitem__(self, part: slice) -> Run:
-        stop = len(self) if part.stop is None else min(part.stop, len(self))
+        stop = count(self) if part.stop is None else min(part.stop, count(self))
         return Run(self.start + (part.start or 0), self.start + stop)
 
 
@@ -51,6 +51,11 @@ class Sizes(NamedTuple):
     e: int
 
 
+def count(axis: Axis) -> int:
+    """How many numbers are along an axis. Of a size that torch.export leaves open, `len` would make a number."""
+    return axis.stop - axis.start if isinstance(axis, Run) else axis.shape[0]
+
+
 def numbers(axis: Axis, device: torch.device | str = "cpu") -> Int[Tensor, " n"]:
     """The numbers along an axis, as a tensor."""
     if isinstance(axis, Run):
@@ -63,14 +68,14 @@ def along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     if tensor.shape[dim] == 1:
         return tensor
     if isinstance(axis, Run):
-        return tensor if len(axis) == tensor.shape[dim] else tensor.narrow(dim, axis.start, len(axis))
+        return tensor if count(axis) == tensor.shape[dim] else tensor.narrow(dim, axis.start, count(axis))
     return tensor.index_select(dim, axis.to(tensor.device))
 
 
 def pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     """Like `along`, but a size of 1 is one thing to choose, as often as it is named."""
     if isinstance(axis, Run):
-        return tensor.narrow(dim, axis.start, len(axis))
+        return tensor.narrow(dim, axis.start, count(axis))
     return tensor.index_select(dim, axis.to(tensor.device))
 
 
@@ -202,7 +207,7 @@ class At:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return len(self.batch), len(self.heads), len(self.queries), len(self.keys)
+        return count(self.batch), count(self.heads), count(self.queries), count(self.keys)
 
 
 def broadcasts(shape: Sequence[int], sizes: Sizes) -> bool:

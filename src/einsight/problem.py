@@ -14,12 +14,12 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from einsight.biases import Bias
-from einsight.coordinates import At, Axis, Run, Sizes, along, as_axis, numbers, pick
+from einsight.coordinates import At, Axis, Run, Sizes, along, as_axis, count, numbers, pick
 from einsight.masks import Mask
 from einsight.masks.mask import offset_needed, place
 from einsight.readouts import Readout, changed
 from einsight.room import check_fits
-from einsight.values import described
+from einsight.values import described, may_look
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -254,7 +254,7 @@ def _groups(heads: Axis, sizes: Sizes) -> Axis:
     if isinstance(heads, Run) and heads.start % shared == 0 and heads.stop % shared == 0:
         return Run(heads.start // shared, heads.stop // shared)
     group = numbers(heads) // shared
-    if isinstance(heads, Run):
+    if isinstance(heads, Run) or not may_look(group):
         return group
     whole, counts = group.unique_consecutive(return_counts=True)
     is_whole = len(whole.unique()) == len(whole) and bool((counts == shared).all())
@@ -293,7 +293,7 @@ def check_readout(readout: Any, problem: Problem) -> Readout:
         raise ValueError(f"{readout!r} needs whole groups of heads, but the heads selected split them")
     ready = readout.check(problem.given, sizes)
     if not torch.compiler.is_compiling():  # where sizes may be unknown
-        shapes = ready.shapes(sizes if ready.queries is None else sizes._replace(i=len(ready.queries)))
+        shapes = ready.shapes(sizes if ready.queries is None else sizes._replace(i=count(ready.queries)))
         size = sum(map(math.prod, shapes)) * problem.dtype.itemsize
         check_fits(f"the result of {ready!r}", size, problem.device, _PARTS)
     return ready

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from einsight.biases import Bias
-from einsight.coordinates import Axis, as_axis, as_int
+from einsight.coordinates import Axis, Run, as_axis, as_int, numbers, pick
 from einsight.engines import choose
 from einsight.engines.products import weighted
 from einsight.functional import refuse_unknown, unpack
@@ -120,13 +120,17 @@ class AttentionWeights:
         return TransposedWeights(self)
 
     def __matmul__(self, value: Float[Tensor, "b g j e"]) -> Float[Tensor, "b h i e"]:
-        """Attention: the weights applied to values [b, g, j, e], or [b, h, j, e] of one per query head."""
+        """Attention: the weights applied to values [b, g, j, e], or [b, h, j, e] of one per query head.
+
+        Of selected heads g and h may be those of the whole, too: the value as it goes with the key. Refused where the
+        number of its heads may mean two things.
+        """
         p, (value,) = self._problem, autocast(value)
         if not isinstance(value, Tensor) or value.ndim != 4:
             raise TypeError(f"W @ value takes a value [b, g, j, e], not {described(value)}")
         check_dense("W @ value: value", value)
         b, h, g, _, j, _, _ = p.sizes
-        if value.shape[:3] not in ((b, g, j), (b, h, j)):
+        if value.shape[0] != b or value.shape[2] != j or value.shape[1] not in (h, g, p.given.h, p.given.g):
             raise ValueError(
                 f"W @ value: value has shape {list(value.shape)}, but W reads [b, g, j, e] = [{b}, {g}, {j}, e]"
                 + (f", or a value for each of the {h} query heads" if g != h else "")
@@ -135,6 +139,9 @@ class AttentionWeights:
             raise TypeError(f"W @ value: value is {value.dtype}, but query {p.query.dtype}: value.to(query.dtype)")
         if value.device != p.device:
             raise ValueError(f"W @ value: value is on {value.device}, but query on {p.device}: value.to(query.device)")
+        heads = _value_heads(p, value.shape[1])
+        if heads is not None:
+            value = pick(value, 1, heads)
         if value.shape[1] != g:
             p = replace(p, key=p.key.repeat_interleave(h // g, 1))
         output, _ = choose.run(p.asking((), value), self._engine)
@@ -242,6 +249,27 @@ class AttentionWeights:
 
     def __repr__(self) -> str:
         return "AttentionWeights({})".format(", ".join(f"{n}={s}" for n, s in zip("bhij", self.shape, strict=True)))
+
+
+def _value_heads(problem: Problem, count: int) -> Axis | None:
+    """Which heads of a value with so many belong to the problem's heads; None: all, in their order."""
+    _, h, g, *_ = problem.sizes
+    whole = problem.given
+    if (h, g) == (whole.h, whole.g) and isinstance(problem.heads, Run):
+        return None
+    heads = numbers(problem.heads)
+    # Each reading as the value's head for each of our heads.
+    readings = [torch.arange(h)] if count == h else []
+    readings += [torch.arange(g).repeat_interleave(h // g)] if count == g else []
+    readings += [heads] if count == whole.h else []
+    readings += [heads // (whole.h // whole.g)] if count == whole.g else []
+    if any(not torch.equal(reading, readings[0]) for reading in readings):
+        raise ValueError(
+            f"W @ value: value has {count} heads, which may be those selected or the whole's {whole.g} key/value "
+            f"heads: for these write value.repeat_interleave({whole.h // whole.g}, 1), one for each of its {whole.h} query "
+            f"heads; put values of the selected ones into their places among {whole.h}"
+        )
+    return None if count in (g, h) else readings[0]
 
 
 class TransposedWeights:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from einsight.coordinates import numbers
 from einsight.readouts import Readout, Shapes
+from einsight.values import is_sure
 
 
 def asked_queries(readout: Readout) -> Int[Tensor, " n"] | None:
@@ -25,7 +26,7 @@ def result_of(readout: Readout, parts: tuple[Tensor, ...]) -> Any:
     """The whole result, from parts that hold each of the asked queries once and in order."""
     if isinstance(readout.queries, Tensor) and not readout.adds:
         order = torch.searchsorted(readout.queries.unique(), readout.queries)
-        if not torch.equal(order, torch.arange(len(order))):
+        if not is_sure(order == torch.arange(len(order))):
             parts = tuple(part.index_select(2, order.to(part.device)) for part in parts)
     return readout.join(*parts)
 

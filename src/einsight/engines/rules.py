@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
 from einsight.biases import Alibi, Bias, TensorBias
-from einsight.coordinates import At, is_int, pick, to_four
+from einsight.coordinates import At, count, is_int, pick, to_four
 from einsight.masks import Mask
 from einsight.masks.mask import Bound, larger, smaller
 
@@ -101,7 +101,7 @@ def in_rows(rule: Callable[[At], Tensor], at: At, dtype: torch.dtype) -> Shaped[
     def some(start: int, stop: int) -> Shaped[Tensor, "#b #h #i #j"]:
         return rule(replace(at, queries=at.queries[start:stop], positions=at.positions[:, start:stop]))
 
-    i = len(at.queries)
+    i = count(at.queries)
     b, h, rows, j = some(0, min(2, i)).shape
     i = 1 if rows == 1 else i
     if b * h * i * j * dtype.itemsize > LIMIT:
@@ -111,5 +111,5 @@ def in_rows(rule: Callable[[At], Tensor], at: At, dtype: torch.dtype) -> Shaped[
     step = max(2, _AT_ONCE // max(b * h * j, 1))
     made = torch.empty(b, h, i, j, dtype=dtype, device=at.device)
     for start in range(0, i, step):
-        made[:, :, start : start + step] = some(start, min(start + step, len(at.queries)))[:, :, :i]
+        made[:, :, start : start + step] = some(start, min(start + step, count(at.queries)))[:, :, :i]
     return made

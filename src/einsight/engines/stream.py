@@ -195,6 +195,8 @@ def _attend(
     space: _Space | None = None,
 ) -> _Found:
     """The output of one block and what the readouts say of it; without `space`, so that gradients can flow."""
+    if torch.compiler.is_compiling():
+        space = None  # what is written there, torch.compile mixes up
     at = problem.at(tile.batch, tile.heads, tile.rows, tile.keys)
     shape, groups = at.shape, tile.groups.stop - tile.groups.start
     # The query heads of a group are stacked, so that one product reads their keys once.
@@ -276,6 +278,8 @@ def _softmax(
     problem: Problem, scores: Float[Tensor, "b h i j"], seen: Tensor | None, tile: _Tile, space: _Space | None
 ) -> tuple[Float[Tensor, "b h i j"], tuple[Tensor, Tensor, Tensor, Tensor] | None]:
     """The weights, and (largest score, shift, logarithm of the sum of exp(score − shift), lse)."""
+    if torch.compiler.is_compiling():
+        space = None
     sink = None if problem.sink is None else pick(problem.sink, 0, problem.heads[tile.heads])
     if space is None:
         of = softmax_of(scores, sink)

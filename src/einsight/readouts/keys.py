@@ -27,7 +27,7 @@ class Received(Chosen):
     """How much weight each key receives from the queries: [b, h, j].
 
     Arguments:
-        queries: the queries to count (an int, slice, range, list or int tensor); all by default.
+        queries: the queries to count (an int, slice, range, list or int tensor), each once; all by default.
         mean: divide by the number of those queries that may see the key (0 where there is none).
         per_group: add up the heads that share a key/value head: [b, g, j].
 
@@ -201,9 +201,7 @@ class Mass(Chosen):
         else:
             if groups.ndim not in (1, 2):
                 raise ValueError(f"Mass takes ids [j] or [b, j], but groups has shape {list(groups.shape)}")
-            if n is None and not may_look(groups):
-                raise TypeError("Mass needs n=, the number of groups, where ids can't be looked at: in a compiled call")
-            looks = groups.numel() > 0 and may_look(groups)
+            looks = groups.numel() > 0 and (n is None or may_look(groups))
             low, high = (int(groups.min()), int(groups.max())) if looks else (0, -1)
             self.n = high + 1 if n is None else n
             if low < -1 or high >= self.n:

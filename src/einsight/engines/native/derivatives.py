@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from einsight.biases import Alibi, TensorBias
-from einsight.coordinates import Run, to_four
+from einsight.coordinates import Run, count, to_four
 from einsight.engines.asks import Ask, Kind
 from einsight.engines.derived import by_stream, of_all_heads, plain
 from einsight.engines.native import operations
@@ -43,7 +43,7 @@ def _is_tensor(problem: Problem) -> bool:
     """Whether the bias is one tensor, and all of it takes part."""
     b, h, _, i, *_ = problem.given
     chosen = zip((problem.batch, problem.heads, problem.queries), (b, h, i), strict=True)
-    return type(problem.bias) is TensorBias and all(isinstance(axis, Run) and len(axis) == n for axis, n in chosen)
+    return type(problem.bias) is TensorBias and all(isinstance(axis, Run) and count(axis) == n for axis, n in chosen)
 
 
 def learned(problem: Problem, lowered: _Biases) -> _Biases:
