@@ -128,6 +128,21 @@ def test_what_was_not_seen_is_never_reported():
         make(object.__new__(Monitor), "gpt2")
 
 
+@pytest.mark.parametrize("empty", [torch.zeros(0, 5, 8), torch.zeros(3, 0, 8)])
+def test_an_empty_micro_batch_tells_nothing(empty):
+    model, x = nn.TransformerEncoderLayer(8, 2, batch_first=True), torch.randn(3, 5, 8)
+    monitor, other = Monitor(model), Monitor(model)
+    with monitor:
+        model(empty)
+    with pytest.raises(LookupError, match="which ran as without it: 1 of an empty batch"):
+        monitor.summary()
+    with monitor:
+        model(empty), model(x)
+    with other:
+        model(x)
+    assert monitor.summary() == other.summary()
+
+
 def numbers(monitor, name):
     summary = monitor.summary()
     return [summary[f"attention/{name}/{quantity}/mean"] for quantity in ("entropy", "first_token")]

@@ -257,3 +257,18 @@ class Lengthens(Caches):
 def test_a_model_that_is_another_in_its_next_run_is_refused(kind, over):
     with pytest.raises(ValueError, match=r"keeps something of a run, .* whose\s+forward begins anew"):
         effects(kind("sdpa").eval(), IDS, metric, over=over)
+
+
+def test_a_cache_among_the_outputs_is_no_difference():
+    hf = pytest.importorskip("transformers")
+    config = hf.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = hf.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        assert len(model(IDS).to_tuple()) == 2
+        table = effects(model, IDS, lambda output: output.logits[0, -1, 3], progress=False)
+        plain = effects(
+            model, {"input_ids": IDS, "use_cache": False}, lambda output: output.logits[0, -1, 3], progress=False
+        )
+    assert table.note == "" and torch.equal(table.grid("metric"), plain.grid("metric"))

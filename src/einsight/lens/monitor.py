@@ -188,6 +188,8 @@ class Monitor:
         known = self._seen.known(running)
         if not known:
             return
+        if 0 in (*call.query.shape[:3], call.key.shape[2]):
+            return self._miss("of an empty batch", running)
         if self._new:
             self._layers, self._new, self._used = {}, False, False
         self._seen.begins(known)

@@ -283,14 +283,13 @@ def _copy(several: Any, single: Any, n: int, b: int) -> Any:
 
 
 def _alike_trees(a: Any, b: Any, far: int) -> bool:
-    """Whether tensors are alike, to the rounding of products over other numbers of rows; `far`, how much of it."""
-    first, second = tree_flatten(a)[0], tree_flatten(b)[0]
+    """Whether tensors are alike, to the rounding of products over other numbers of rows; `far`, how much of it. What
+    isn't one, as a cache, is not looked at."""
+    first, second = ([leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)] for tree in (a, b))
     return len(first) == len(second) and all(map(partial(_alike_tensors, far=far), first, second))
 
 
-def _alike_tensors(a: Any, b: Any, far: int) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return not isinstance(a, Tensor) and not isinstance(b, Tensor)
+def _alike_tensors(a: Tensor, b: Tensor, far: int) -> bool:
     if a.shape != b.shape or not b.dtype.is_floating_point or not far:
         return torch.equal(a, b)
     eps = torch.finfo(b.dtype).eps
