@@ -16,6 +16,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer import Exit
 
+import einsight as es
 from einsight import look
 
 
@@ -31,6 +32,10 @@ def run(monkeypatch, capsys):
         return (left.value.code, *capsys.readouterr())
 
     return run
+
+
+def test_version(run):
+    assert run("--version") == (0, f"einsight {es.__version__}\n", "")
 
 
 @pytest.fixture

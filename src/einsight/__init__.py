@@ -91,3 +91,7 @@ def __getattr__(name: str) -> ModuleType:
     if name in ("lens", "models", "report"):
         return import_module(f"einsight.{name}")
     raise AttributeError(f"module 'einsight' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "lens", "models", "report", "__version__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,22 @@ import typer
 app = typer.Typer(
     help="Attention as pure linear algebra: see where a model looks.", no_args_is_help=True, add_completion=False
 )
+
+
+def _tell_version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"einsight {installed('einsight')}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Attention as pure linear algebra: see where a model looks."""
 
 
 @app.command()

@@ -133,7 +133,7 @@ def scaled_dot_product_attention(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    _refuse_arguments(
+    refuse_arguments(
         "scaled_dot_product_attention",
         unknown,
         _OPERANDS,
@@ -161,7 +161,7 @@ SETTINGS = ("scale", "softcap", "score_mod", "bias", "sink", "offset", "dropout"
 def refuse_unknown(function: str, given: dict[str, Any], *others: str) -> None:
     """Refuse what is no setting of `attention`; PyTorch's names with the way to say it here. `others` are what the
     function takes beside the settings."""
-    _refuse_arguments(
+    refuse_arguments(
         function,
         {name: x for name, x in given.items() if name not in SETTINGS},
         (*others, *SETTINGS),
@@ -172,7 +172,7 @@ def refuse_unknown(function: str, given: dict[str, Any], *others: str) -> None:
     )
 
 
-def _refuse_arguments(function: str, unknown: dict[str, Any], known: tuple[str, ...], **ways: str) -> None:
+def refuse_arguments(function: str, unknown: dict[str, Any], known: tuple[str, ...], **ways: str) -> None:
     """Arguments of PyTorch's function, each with the way to say it here; of others the nearest that there is."""
     for name in unknown:
         if name not in ways:

@@ -14,6 +14,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from einsight.values import described
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -51,6 +53,8 @@ def load(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrained
     require_transformers()
     if name_or_path is None:
         return from_folder(default_folder())
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise TypeError(f"model: expected a folder or the name of a model, not {described(name_or_path)}")
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return from_folder(path)

@@ -111,7 +111,8 @@ def _check_tensors(query: Any, key: Any, value: Any) -> Sizes:
             )
         if tensor.dtype not in _DTYPES:
             raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, not {tensor.dtype}; write {name}.float()"
+                f"{name} must be float16, bfloat16, float32 or float64, not {tensor.dtype}"
+                + ("" if tensor.dtype.is_complex else f"; write {name}.float()")
             )
     for name, tensor in named.items():
         if tensor.dtype != query.dtype:

@@ -247,6 +247,9 @@ class AttentionWeights:
         taken = tuple(0 if isinstance(n, int) else slice(None) for n in index[:3])
         return dense[(*taken, *index[3:])]
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("AttentionWeights hold no matrix; to compute one write W.dense().numpy(force=True)")
+
     def __repr__(self) -> str:
         return "AttentionWeights({})".format(", ".join(f"{n}={s}" for n, s in zip("bhij", self.shape, strict=True)))
 

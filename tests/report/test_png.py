@@ -27,7 +27,7 @@ def coloured(path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tokens": [*"ab$c$\nfgh"]},
+        {"tokens": [*"ab$c$\nfg", "\ud800"]},
         {"head": (2, 1)},
         {"image": torch.rand(30, 30), "grid": (2, 4)},
         {"grid": (3, 3)},

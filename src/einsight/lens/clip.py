@@ -58,6 +58,11 @@ def qk_clip(model: nn.Module, monitor: Monitor, tau: float = 100.0, group: Any =
     >>> bool((monitor.max_score()["MultiHeadAttention"] <= 100.01).all())
     True
     """
+    if not isinstance(model, nn.Module) or not isinstance(monitor, Monitor):
+        raise TypeError(
+            f"qk_clip takes the model and its Monitor, qk_clip(model, monitor), not {type(model).__name__} and "
+            f"{type(monitor).__name__}"
+        )
     if not isinstance(tau, int | float) or isinstance(tau, bool) or not 0 < tau < math.inf:
         raise ValueError(f"tau must be a positive number, the largest score allowed, not {tau!r}")
     ours = {id(module) for module in model.modules()}

@@ -13,6 +13,7 @@ import einsight as es
 from einsight.lens import words
 from einsight.lens.call import Call, evenly
 from einsight.lens.table import Table
+from einsight.values import described
 
 # How each column is read; all are means over the queries where it can be told, padding left out.
 COLUMNS = {
@@ -49,6 +50,8 @@ class Heads(Table):
 def table(calls: list[Call], tokens: Any, tokenizer: Any = None) -> Heads:
     """The table of some layers' heads; see `Lens.heads`."""
     ids, real = _ids(tokens)
+    if tokenizer is not None and not hasattr(tokenizer, "all_special_ids"):
+        raise TypeError(f"tokenizer must be a tokenizer of Hugging Face's, not {described(tokenizer)}")
     kinds = None if tokenizer is None else _kinds(ids, tokenizer)
     columns: dict[str, list[Any]] = {"layer": [], "head": []}
     sequences: dict[Any, _Sequence] = {}
@@ -235,7 +238,7 @@ def _ids(tokens: Any) -> tuple[Int[Tensor, "b i"], Bool[Tensor, "b i"] | None]:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {tokens!r}"
+            f"tokens must be token ids [b, i] or [i], or a tokenizer's output, not {described(tokens)}"
             + ("; write tokenizer(text)" if isinstance(tokens, str) else "")
         ) from error
     if ids.dtype.is_floating_point or ids.ndim not in (1, 2):

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import einsight as es
-from einsight.coordinates import as_int
+from einsight.coordinates import as_int, is_int
 from einsight.functional import unpack
 from einsight.lens import frames, words
 from einsight.lens.call import ONLY_RESULTS, Call, ungrouped
@@ -26,6 +26,7 @@ from einsight.lens.store import Store
 from einsight.lens.watch import Watch, here, in_backward
 from einsight.pose import autocast, pose
 from einsight.problem import check_is_readout
+from einsight.values import check_flag
 
 
 class Lens:
@@ -79,7 +80,11 @@ class Lens:
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if layers is not None and (isinstance(layers, str) or not isinstance(layers, Container)):
             raise TypeError(f"layers must be a range, list or set of layer numbers, not {layers!r}")
-        negative = [n for n in layers if n < 0] if isinstance(layers, Collection) else []
+        named = list(layers) if isinstance(layers, Collection) else []
+        if wrong := [n for n in named if not is_int(as_int(n))]:
+            raise TypeError(f"layers must be a range, list or set of layer numbers, but holds {wrong[0]!r}")
+        check_flag("values", values)
+        negative = [n for n in named if n < 0]
         if negative:
             raise ValueError(
                 f"layers are numbered from 0, and how many there are is not known before the model runs: not {negative}"

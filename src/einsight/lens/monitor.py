@@ -17,6 +17,7 @@ from einsight.lens.call import Call, evenly
 from einsight.lens.frames import Running
 from einsight.lens.layers import Layers
 from einsight.lens.watch import Watch, here
+from einsight.values import check_flag
 
 QUANTITIES = ("max_score", "entropy", "first_token")
 
@@ -97,6 +98,7 @@ class Monitor:
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, 1 or more, not {every!r}")
+        check_flag("heads", heads)
         self.model, self.every, self.heads = model, every, heads
         self.step = 0  # how many steps began
         self._seen = Layers(model)

@@ -14,6 +14,7 @@ from einsight.lens.layers import Layers, checked, chosen
 from einsight.lens.lens import Lens
 from einsight.lens.runs import Metric, Runs
 from einsight.lens.table import Table
+from einsight.values import described
 
 
 def effects(
@@ -77,6 +78,8 @@ def effects(
         raise ValueError("output= and weights= are two ways to change a head: give one of them")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not callable(metric):
+        raise TypeError(f"metric must be a function of the model's output that gives a number, not {described(metric)}")
     if model.training:
         raise ValueError("model is in training mode, where dropout would be taken for effects: model.eval()")
     change = {"weights": weights} if weights is not None else {"output": 0 if output is None else output}

@@ -10,9 +10,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import einsight as es
+from einsight.functional import refuse_arguments
 from einsight.nn.cache import KVCache
-from einsight.nn.checks import count, positive
+from einsight.nn.checks import count, head_size, positive
 from einsight.nn.positions import RotaryEmbedding
+from einsight.problem import is_autocast
+from einsight.values import described
+
+_SETTINGS = (
+    "embed_dim", "num_heads", "num_kv_heads", "head_dim", "proj_bias", "rotary", "qk_norm", "mask", "softcap", "sink",
+    "dropout",
+)  # fmt: skip
 
 
 class MultiHeadAttention(nn.Module):
@@ -58,20 +66,23 @@ class MultiHeadAttention(nn.Module):
         softcap: float | None = None,
         sink: bool = False,
         dropout: float = 0.0,
+        **unknown: Any,
     ):
         super().__init__()
+        refuse_arguments(
+            "MultiHeadAttention",
+            unknown,
+            _SETTINGS,
+            bias="proj_bias=",
+            batch_first="nothing: x is [b, length, embed_dim]",
+            kdim="num_kv_heads= for fewer heads; a context of another size has its own layer, from_torch knows it",
+        )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             count(name, size)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, not {num_heads} and {num_kv_heads}")
-        if head_dim is None:
-            if embed_dim % num_heads:
-                raise ValueError(
-                    f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}: choose another, or say how "
-                    f"large a head is, such as head_dim={max(embed_dim // num_heads, 1)}"
-                )
-            head_dim = embed_dim // num_heads
+        head_dim = head_size(embed_dim, num_heads, head_dim)
         count("head_dim", head_dim)
         if not isinstance(proj_bias, bool) and proj_bias != "qkv":
             raise ValueError(f"proj_bias must be True, False or 'qkv', not {proj_bias!r}")
@@ -111,6 +122,7 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | None = None,
         offset: int | Int[Tensor, " b"] | None = None,
         readouts: Any = None,
+        **unknown: Any,
     ) -> Any:
         """Attend from x to itself, or to a context.
 
@@ -132,6 +144,15 @@ class MultiHeadAttention(nn.Module):
             ValueError: shapes that don't fit, a full cache, a cache or rotary positions together with a context, an
                 offset without one.
         """
+        refuse_arguments(
+            "MultiHeadAttention",
+            unknown,
+            ("x", "context", "mask", "bias", "cache", "offset", "readouts"),
+            key_padding_mask="mask=~einsight.padding(key_padding_mask)",
+            attn_mask="mask=einsight.forbid(attn_mask), or bias=attn_mask if it is a float mask",
+            is_causal="mask=einsight.causal()",
+            need_weights="readouts=einsight.Weights()",
+        )
         self._check(x, context, cache, offset)
         source = x if context is None else context
         query = rearrange(self.query(x), "b i (h d) -> b h i d", h=self.num_heads)
@@ -166,6 +187,9 @@ class MultiHeadAttention(nn.Module):
         return output if readouts is None else (output, seen)
 
     def _check(self, x: Any, context: Any, cache: KVCache | None, offset: Any) -> None:
+        cast = isinstance(x, Tensor) and is_autocast(x.device.type)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a KVCache, not {described(cache)}")
         for name, tensor, size in (("x", x, self.embed_dim), ("context", context, self.key.in_features)):
             if tensor is None:
                 continue
@@ -174,6 +198,13 @@ class MultiHeadAttention(nn.Module):
             if tensor.ndim != 3 or tensor.shape[-1] != size:
                 way = f"; for one sequence write {name}.unsqueeze(0)" if tensor.ndim == 2 else ""
                 raise ValueError(f"{name} must have shape [b, length, {size}], but has {list(tensor.shape)}{way}")
+            weight = getattr(self.query, "weight", tensor)
+            kind = weight.dtype if isinstance(weight, Tensor) else tensor.dtype
+            if not tensor.is_floating_point() or (kind.is_floating_point and tensor.dtype != kind and not cast):
+                raise TypeError(
+                    f"{name} is {tensor.dtype}, but the layer's weights are {kind}: write {name}.to({kind}), or "
+                    f"layer.to({name}.dtype)"
+                )
         if context is None:
             if self.key.in_features != self.embed_dim:
                 raise ValueError(f"this layer attends to a context [b, length, {self.key.in_features}]: give context=")

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import einsight as es
 from einsight.nn.attention import MultiHeadAttention
 from einsight.nn.cache import KVCache
-from einsight.nn.checks import one_of
+from einsight.nn.checks import count, one_of
+from einsight.values import described
 
 Norm = Literal["rms", "layer"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -34,6 +35,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, activation: Activation = "swiglu", *, bias: bool = False):
         super().__init__()
+        count("FeedForward's embed_dim", embed_dim)
+        count("FeedForward's hidden_dim", hidden_dim)
         one_of("activation", activation, get_args(Activation))
         self.activation = activation
         self.gate = nn.Linear(embed_dim, hidden_dim, bias=bias) if activation == "swiglu" else None
@@ -75,6 +78,8 @@ class TransformerBlock(nn.Module):
         mlp_bias: bool = False,
     ):
         super().__init__()
+        if not isinstance(attention, nn.Module) or not hasattr(attention, "embed_dim"):
+            raise TypeError(f"attention must be a MultiHeadAttention, not {described(attention)}")
         self.attention_norm = make_norm(norm, attention.embed_dim, norm_eps)
         self.attention = attention
         self.feed_forward_norm = make_norm(norm, attention.embed_dim, norm_eps)

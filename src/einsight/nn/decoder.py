@@ -17,7 +17,7 @@ from einsight.nn import checkpoint
 from einsight.nn.attention import MultiHeadAttention
 from einsight.nn.block import Activation, Norm, TransformerBlock, make_norm
 from einsight.nn.cache import KVCache
-from einsight.nn.checks import count, is_integral, one_of, positive
+from einsight.nn.checks import count, head_size, is_integral, one_of, positive
 from einsight.nn.generation import generate
 from einsight.nn.positions import LearnedPositions, Llama3Scaling, RotaryEmbedding, SinusoidalPositions
 from einsight.problem import is_autocast
@@ -82,6 +82,7 @@ class DecoderConfig:
             count(name, getattr(self, name))
         if self.window is not None and (not is_integral(self.window) or self.window < 1):
             raise ValueError(f"window must be at least 1 (a token sees itself), or None, not {self.window!r}")
+        head_size(self.embed_dim, self.num_heads, self.head_dim)
         positive("norm_eps", self.norm_eps)
         one_of("positions", self.positions, get_args(Positions))
 

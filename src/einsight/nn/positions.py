@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from einsight.nn.checks import count, positive
+from einsight.nn.checks import count, how_many, positive
 from einsight.values import described, may_look
 
 Angles = tuple[Tensor, Tensor]
@@ -176,6 +176,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, i: int, offset: Offset = 0) -> Float[Tensor, "#b i m"]:
         """The vectors of i tokens, the first at `offset`. Raises ValueError before the first and beyond the last."""
+        how_many("LearnedPositions", i)
         places = read_offset("LearnedPositions", offset)
         if places is not None:
             self.check((places if isinstance(places, int) else max(places, default=0)) + i)
@@ -215,6 +216,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, i: int, offset: Offset = 0) -> Float[Tensor, "#b i m"]:
         """The vectors of i tokens, the first at `offset`. Raises ValueError before position 0."""
+        how_many("SinusoidalPositions", i)
         read_offset("SinusoidalPositions", offset)
         positions = _positions(i, offset, self._like.device).unsqueeze(-1)
         angles = positions / 10000 ** (torch.arange(0, self.embed_dim, 2, device=positions.device) / self.embed_dim)

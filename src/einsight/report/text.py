@@ -37,9 +37,9 @@ def texts(tokens: Any, what: str = "tokens", item: int = 0) -> list[str]:
             f"{what} must be a list of strings, one for each token, such as tokenizer.convert_ids_to_tokens(ids), "
             f"or a tokenizer's output, not {type(tokens).__name__}"
         )
-    wrong = next((token for token in tokens if not isinstance(token, str)), None)
-    if wrong is not None:
-        raise TypeError(f"{what} must hold strings, but holds {wrong!r}: write tokenizer.convert_ids_to_tokens(ids)")
+    wrong = [token for token in tokens if not isinstance(token, str)]
+    if wrong:
+        raise TypeError(f"{what} must hold strings, but holds {wrong[0]!r}: write tokenizer.convert_ids_to_tokens(ids)")
     return list(tokens)
 
 

@@ -26,6 +26,7 @@ from einsight.report.question import question
 from einsight.report.source import Layer, parts
 from einsight.report.survey import lengths, survey
 from einsight.report.text import Piece, apart, texts
+from einsight.values import described
 
 SCRIPTS = ("data", "basics", "state", "grids", "tokens", "patches", "map", "views", "keys", "start")
 
@@ -114,6 +115,8 @@ def _check_prompt(prompt: Any, made: Sequence[Named]) -> None:
 
 def checked(path: str | os.PathLike[str]) -> Path:
     """The path, if a file can be written there; asked before any work."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the name of a file to write, not {described(path)}")
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"path: {path} is a folder; name a file in it")
