@@ -160,7 +160,9 @@ def test_a_copy_computes_the_same() -> None:
 
 
 @pytest.mark.parametrize(("h", "g"), [(4, 2), (6, 3), (6, 6), (6, 1), (9, 3)])
-@pytest.mark.parametrize("chosen", [[0], [1, 0], [0, 1], [0, 0, 1], [0, 1, 2, 3], slice(0, 3), slice(None)])
+@pytest.mark.parametrize(
+    "chosen", [[0], [1, 0], [0, 1], [0, 0, 1], [0, 1, 2, 3], [3, 2, 1, 0], slice(0, 3), slice(None)]
+)
 def test_values_of_selected_heads_are_never_taken_for_others(h: int, g: int, chosen: list[int] | slice) -> None:
     q, k, v = draw(2, h, 6, 8, seed=1), draw(2, g, 6, 8, seed=2), draw(2, g, 6, 5, seed=3)
     W = es.AttentionWeights(q, k, es.causal())
@@ -170,4 +172,4 @@ def test_values_of_selected_heads_are_never_taken_for_others(h: int, g: int, cho
         try:
             assert_close(W.select(heads=chosen) @ value, right)
         except ValueError as error:
-            assert value.shape[1] == len(heads) == g and f"one for each of its {h} query heads" in str(error)
+            assert len(heads) in (g, h) and "(W @ value)[:, heads]" in str(error)

@@ -268,9 +268,8 @@ def _value_heads(problem: Problem, count: int) -> Axis | None:
     readings += [heads // (whole.h // whole.g)] if count == whole.g else []
     if any(not torch.equal(reading, readings[0]) for reading in readings):
         raise ValueError(
-            f"W @ value: value has {count} heads, which may be those selected or the whole's {whole.g} key/value "
-            f"heads: for these write value.repeat_interleave({whole.h // whole.g}, 1), one for each of its {whole.h} "
-            f"query heads; put values of the selected ones into their places among {whole.h}"
+            f"W @ value: value has {count} heads, which may be those selected, in their order, or the whole's: apply "
+            "the whole W to the whole's value and select after that, (W @ value)[:, heads]"
         )
     return None if count in (g, h) else readings[0]
 

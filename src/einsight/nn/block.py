@@ -28,6 +28,9 @@ class FeedForward(nn.Module):
             arXiv:1606.08415) or "gelu_tanh", its approximation by tanh (GPT-2).
         bias: whether the projections add a bias.
 
+    Raises:
+        ValueError: sizes below 1; another name of an activation.
+
     >>> import einsight as es, torch
     >>> es.nn.FeedForward(6, 16)(torch.randn(2, 5, 6)).shape
     torch.Size([2, 5, 6])
@@ -60,6 +63,9 @@ class TransformerBlock(nn.Module):
         norm_eps: what the norms add to the mean square or variance.
         activation: the feed-forward layer's, see `FeedForward`.
         mlp_bias: whether the feed-forward layer's projections add a bias.
+
+    Raises:
+        TypeError, ValueError: what isn't an attention layer; sizes, names or numbers that can't be.
 
     >>> import einsight as es, torch
     >>> block = es.nn.TransformerBlock(es.nn.MultiHeadAttention(12, 3, mask=es.causal()), hidden_dim=32)
