@@ -283,8 +283,12 @@ def test_a_selection_is_a_slice_of_the_whole(engine: str, case: Case, data: Any)
         truth.check("share", share, lambda o: picked(o["weights"] * ((away <= 1) & (away >= -2))).sum(-1))
         truth.check("before", before, lambda o: picked(o["weights"] * (away == 1)).sum(-1))
         value = case.value.repeat_interleave(h // g, 1)[taken[0]][:, taken[1]]
-        if heads is None or len(heads) not in (g, h):  # else it may be the whole's
-            truth.check("output", W @ value, lambda o: picked(o["output"]))
+        if heads is not None and len(heads) in (g, h):  # it may be the whole's: then that is asked, and selected after
+            whole = weights_of(case, name).select(batch=batch, queries=queries)
+            output = (whole @ case.value[taken[0]])[:, heads]
+        else:
+            output = W @ value
+        truth.check("output", output, lambda o: picked(o["output"]))
         x = numbers(*picked(truth.right["lse"]).shape, 3, dtype=case.accuracy)
         truth.check("W.mT @ x", W.mT @ x, lambda o: picked(o["weights"]).mT @ x.to(o["weights"].dtype))
         twice = W.select(queries=again)

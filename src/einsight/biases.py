@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from einsight.coordinates import At, Sizes, along, broadcasts, to_four
+from einsight.coordinates import At, Sizes, along, broadcasts, is_int, to_four
 from einsight.values import check_dense, check_flag, described
 
 
@@ -189,8 +189,11 @@ def relative(table: Float[Tensor, "n h"], *, bidirectional: bool = True, max_dis
     near = len(table) // (4 if bidirectional else 2)
     if near < 1:
         raise ValueError(f"relative's table needs at least {4 if bidirectional else 2} buckets, not {len(table)}")
-    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= near:
-        raise ValueError(f"relative's max_distance must exceed the {near} exact buckets, not {max_distance}")
+    if not is_int(max_distance) or max_distance <= near:
+        raise ValueError(
+            f"relative's max_distance must be an int that exceeds the {near} exact buckets, not "
+            f"{described(max_distance)}"
+        )
     return _Relative(table, bidirectional, max_distance)
 
 

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    help="Attention as pure linear algebra: see where a model looks.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 def _tell_version(asked: bool) -> bool:

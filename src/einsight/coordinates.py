@@ -65,11 +65,8 @@ def numbers(axis: Axis, device: torch.device | str = "cpu") -> Int[Tensor, " n"]
 
 def along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     """The part of a tensor at an axis' numbers; a dimension of size 1 stands for every number."""
-    if tensor.shape[dim] == 1:
-        return tensor
-    if isinstance(axis, Run):
-        return tensor if count(axis) == tensor.shape[dim] else tensor.narrow(dim, axis.start, count(axis))
-    return tensor.index_select(dim, axis.to(tensor.device))
+    whole = isinstance(axis, Run) and count(axis) == tensor.shape[dim]
+    return tensor if whole or tensor.shape[dim] == 1 else pick(tensor, dim, axis)
 
 
 def pick(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -92,11 +89,10 @@ def as_chosen(chosen: object, what: str) -> Choice:
     if isinstance(chosen, Run | range):
         return chosen
     if isinstance(chosen, slice):
-        ends = (as_int(n) for n in (chosen.start, chosen.stop, chosen.step))
-        chosen = slice(*ends)
-        if not all(n is None or is_int(n) for n in (chosen.start, chosen.stop, chosen.step)) or chosen.step == 0:
+        ends = [as_int(n) for n in (chosen.start, chosen.stop, chosen.step)]
+        if not all(n is None or is_int(n) for n in ends) or ends[2] == 0:
             raise TypeError(f"{what} must be a slice of ints, not {chosen!r}")
-        return chosen
+        return slice(*ends)
     if isinstance(chosen, list | tuple):
         named = [n for n in map(as_int, chosen) if is_int(n)]
         if len(named) < len(chosen):

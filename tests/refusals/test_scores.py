@@ -61,7 +61,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "distance within the exact buckets": (
         lambda: es.relative(torch.ones(32, 6), max_distance=8), ValueError,
-        "relative's max_distance must exceed the 8 exact buckets, not 8",
+        "relative's max_distance must be an int that exceeds the 8 exact buckets, not 8",
     ),
     "score_mod of a number": (
         lambda: attention(score_mod=3), TypeError, "score_mod must be a function fn(score, b, h, p, j), not 3"

@@ -84,8 +84,7 @@ class Lens:
         if wrong := [n for n in named if not is_int(as_int(n))]:
             raise TypeError(f"layers must be a range, list or set of layer numbers, but holds {wrong[0]!r}")
         check_flag("values", values)
-        negative = [n for n in named if n < 0]
-        if negative:
+        if negative := [n for n in named if n < 0]:
             raise ValueError(
                 f"layers are numbered from 0, and how many there are is not known before the model runs: not {negative}"
             )

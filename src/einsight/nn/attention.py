@@ -75,7 +75,7 @@ class MultiHeadAttention(nn.Module):
             _SETTINGS,
             bias="proj_bias=",
             batch_first="nothing: x is [b, length, embed_dim]",
-            kdim="num_kv_heads= for fewer heads; a context of another size has its own layer, from_torch knows it",
+            kdim="MultiHeadAttention.from_torch(torch.nn.MultiheadAttention(…, kdim=…))",
         )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):

@@ -182,7 +182,7 @@ def _plain(axes: Any) -> None:
 
 
 def _label(text: str) -> str:
-    # What matplotlib would read as a formula, and what its font can't show.
     text = text.encode("utf-8", "backslashreplace").decode()  # half of a pair of surrogates
+    # What matplotlib would read as a formula, and what its font can't show.
     shown = text.strip().replace("\n", "↵").replace("\t", "⇥").replace("$", r"\$") or "␣"
     return shown if len(shown) <= 14 else shown[:13] + "…"

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import einsight as es
-from einsight.coordinates import as_int
+from einsight.coordinates import as_int, is_int
 from einsight.lens import Call, Lens
 
 # What models call the linear layer that heads write through.
@@ -261,7 +261,7 @@ def _item(b: int, item: int | None) -> int:
             raise ValueError(f"source holds {b} sequences: choose the one to report on with item=0 to {b - 1}")
         return 0
     chosen = as_int(item)
-    if isinstance(chosen, bool) or not isinstance(chosen, int):
+    if not is_int(chosen):
         raise TypeError(f"item must be the number of a sequence, not {item!r}")
     if not -b <= chosen < b:
         raise ValueError(f"item={chosen} is out of range: source holds {b} sequence{'s' * (b != 1)}")
